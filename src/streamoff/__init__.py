@@ -1,0 +1,1 @@
+"""Federated aggregation in bounded memory."""
