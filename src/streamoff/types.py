@@ -14,6 +14,7 @@ from streamoff.errors import LimitError, UsageError
 __all__ = [
     "CHUNK_BYTES",
     "MIB",
+    "NO_RANGES",
     "Address",
     "Budgets",
     "ByteRange",
@@ -223,6 +224,9 @@ class RangeSet:
 
     def __bool__(self) -> bool:
         return bool(self.ranges)
+
+
+NO_RANGES: Final = RangeSet()
 
 
 @dataclass(frozen=True, slots=True)
