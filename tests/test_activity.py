@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from streamoff.activity import Work, at_work, working
+from streamoff.activity import Work, at_work, resting, working
 
 pytestmark = pytest.mark.core
 
@@ -60,3 +60,13 @@ def test_a_forked_child_starts_with_nothing_under_way() -> None:
             os._exit(at_work())
         _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_work_that_waits_for_the_program_is_not_counted() -> None:
+    """A resting piece of work leaves the count and comes back when it goes on, also after an error."""
+    before = at_work()
+    with working():
+        with pytest.raises(RuntimeError, match="boom"), resting():
+            assert at_work() == before
+            raise RuntimeError("boom")
+        assert at_work() == before + 1
