@@ -215,6 +215,13 @@ def make_frame(shape: Shape, values: Values, body: Views, limits: Limits) -> Fra
         raise _malformed(shape, "names", error) from None
 
 
+def make_outline(shape: Shape, values: Values) -> Frame:
+    """Make the record from a checked header alone: without a body, an open without its names."""
+    if shape.body is None or shape.number is FrameType.OPEN:
+        return shape.make(**values)
+    return shape.make(**values, body=())
+
+
 def _read_map(shape: Shape, header: bytes | memoryview) -> Values:
     values: Values = _unpack(header, len(header))
     if type(values) is not dict:
