@@ -1,0 +1,1 @@
+"""The asynchronous shell: endpoint, links, serving, downloading, job roots, resources."""
