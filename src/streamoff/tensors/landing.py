@@ -1,0 +1,317 @@
+"""What receives a payload: a file or memory. Bytes count as landed when their digest was right."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final, Protocol
+
+import xxhash
+
+from streamoff.errors import IntegrityError, UsageError
+from streamoff.tensors.digests import chunk_digest, page_digests
+from streamoff.tensors.files import Dispose, Guard
+from streamoff.tensors.finite import FiniteCheck
+from streamoff.tensors.layout import Layout, subset
+from streamoff.tensors.lazy import Hop, LazyStateDict
+from streamoff.tensors.state import MemoryState, State
+from streamoff.tensors.views import Views, clip, nbytes
+from streamoff.tensors.writer import FileWriter, MemoryWriter
+from streamoff.types import RangeSet
+
+__all__ = ["PAYLOAD_NAME", "Chunk", "DiskLanding", "Landing", "MemoryLanding"]
+
+PAYLOAD_NAME: Final = "payload.safetensors"
+"""The one file name of every landing; nothing is ever named after a tensor."""
+
+Chunk = tuple[int, Views, bytes]
+"""Payload offset, bytes, XXH3-128 of the bytes."""
+
+
+class Landing(Protocol):
+    """Receives the wanted ranges of one payload, in any order; every method blocks."""
+
+    def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
+        """Allocate for a payload whose header was accepted.
+
+        Args:
+            layout: Of the payload as the source serves it.
+            names: The tensors wanted; None: all.
+
+        Returns:
+            The payload-relative ranges to bring, without the header.
+
+        Raises:
+            KeyError: A name is not in the payload. Nothing was allocated.
+            LandingError: No room. Nothing is left behind.
+        """
+        ...
+
+    def write(self, start: int, views: Views, digest: bytes) -> None:
+        """Check a chunk and land it; distinct ranges may be written from several threads.
+
+        Args:
+            start: Payload offset of its first byte.
+            views: Its bytes; bytes that are not wanted are dropped after the check.
+            digest: XXH3-128 of all of them, 16 bytes.
+
+        Raises:
+            IntegrityError: The bytes do not have the digest. Nothing was landed.
+            UsageError: Outside the payload, or the landing is not open.
+            LandingError: The system refused; the chunk may be landed again.
+        """
+        ...
+
+    def finish(self) -> State:
+        """Publish the whole.
+
+        Raises:
+            UsageError: Wanted bytes are missing. Nothing was published.
+            LandingError: The system refused. Nothing was published.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Give up what has landed; nothing after :meth:`finish`. Idempotent."""
+        ...
+
+
+class _Placement:
+    """Where the bytes of a served payload go in the payload that is landed."""
+
+    def __init__(self, served: Layout, landed: Layout, names: frozenset[str] | None) -> None:
+        self.served: Final = served
+        self.whole: Final = names is None
+        self._moves: Final = [] if names is None else sorted(_moves(served, landed, names))
+        self._starts: Final = [start for start, _, _ in self._moves]
+
+    def runs(self, start: int, views: Views) -> Iterator[tuple[int, Views]]:
+        """Cut a chunk into runs with their offsets in the landed payload."""
+        if self.whole:
+            yield start, views
+            return
+        stop = start + nbytes(views)
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while index < len(self._moves) and self._moves[index][0] < stop:
+            low, high, target = self._moves[index]
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                yield target + first - low, clip(views, first - start, last - start)
+            index += 1
+
+
+def _moves(served: Layout, landed: Layout, names: frozenset[str]) -> list[tuple[int, int, int]]:
+    """Return (start, stop, target) of each wanted entry; neighbours that stay neighbours are one."""
+    holders = {served.spec(name).name: name for name in names}
+    found: list[tuple[int, int, int]] = []
+    for spec in served.specs:
+        if spec.name not in holders or not spec.nbytes:
+            continue
+        start = served.data_start + spec.start
+        target = landed.data_start + landed.spec(holders[spec.name]).start
+        if found and found[-1][1] == start and found[-1][2] + start - found[-1][0] == target:
+            found[-1] = (found[-1][0], start + spec.nbytes, found[-1][2])
+        else:
+            found.append((start, start + spec.nbytes, target))
+    return found
+
+
+class _Landing:
+    """What disk and memory have in common: acceptance of a header, digests, finiteness."""
+
+    def __init__(self, *, check_finite: bool) -> None:
+        self._check_finite: Final = check_finite
+        self._finite: FiniteCheck | None = None
+        self._placement: _Placement | None = None
+
+    def _accept(self, layout: Layout, names: Iterable[str] | None) -> tuple[Layout, RangeSet]:
+        if self._placement is not None:
+            raise UsageError("the landing was opened before")
+        wanted = None if names is None else frozenset(names)
+        ranges = layout.ranges(wanted)
+        landed = layout if wanted is None else subset(layout, wanted)
+        self._placement = _Placement(layout, landed, wanted)
+        self._finite = FiniteCheck(landed) if self._check_finite else None
+        return landed, ranges
+
+    def _checked(self, start: int, views: Views, given: bytes, actual: bytes) -> _Placement:
+        placement = self._placement
+        if placement is None:
+            raise UsageError("the landing is not open")
+        stop = start + nbytes(views)
+        if given != actual:
+            raise IntegrityError(
+                "chunk damaged on the way",
+                expected=given.hex(),
+                got=actual.hex(),
+                start=start,
+                stop=stop,
+            )
+        served = placement.served
+        if not 0 <= start <= stop <= served.size:
+            raise UsageError("chunk outside the payload", expected=served.size, got=(start, stop))
+        header = b"".join(clip(views, 0, max(served.data_start - start, 0)))
+        if header != served.header[start : start + len(header)]:
+            raise IntegrityError("chunk does not repeat the accepted header", start=start)
+        return placement
+
+    def _look(self, landed: Layout, offset: int, views: Views) -> None:
+        if self._finite is not None:
+            skip = max(landed.data_start - offset, 0)
+            self._finite.feed(
+                offset + skip - landed.data_start,
+                clip(views, skip, nbytes(views)) if skip else views,
+            )
+
+
+class DiskLanding(_Landing):
+    """Lands a payload as one safetensors file, ``payload.safetensors``, in a directory of its own.
+
+    Args:
+        directory: Exists, empty, and is this landing's alone.
+        check_finite: Whether to look for NaN and infinities in passing.
+        guard: Entered around each read of the result.
+        dispose: Takes the directory when it is discarded or the result is let go; must not block.
+            None: the directory stays the caller's, and only the unfinished file is removed.
+        durable: Whether ``finish`` waits for stable storage.
+        hop: How the result's ``load`` leaves the event loop.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        check_finite: bool = False,
+        guard: Guard | None = None,
+        dispose: Dispose | None = None,
+        durable: bool = False,
+        hop: Hop | None = None,
+    ) -> None:
+        super().__init__(check_finite=check_finite)
+        self._path: Final = directory / PAYLOAD_NAME
+        self._guard: Final = guard
+        self._dispose: Final = dispose
+        self._durable: Final = durable
+        self._hop: Final = hop
+        self._writer: FileWriter | None = None
+        self._discarded = False
+
+    def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
+        """Make the file at its full size and write its header; see :class:`Landing`."""
+        landed, ranges = self._accept(layout, names)
+        self._writer = FileWriter(
+            self._path,
+            landed,
+            durable=self._durable,
+            replace=False,
+            guard=self._guard,
+            dispose=self._dispose,
+            hop=self._hop,
+        )
+        return ranges
+
+    def write(self, start: int, views: Views, digest: bytes) -> None:
+        """Check a chunk and write it at its place; see :class:`Landing`.
+
+        The chunk's digest and its pages' are made in one pass over the bytes.
+        """
+        writer = self._opened()
+        pages: dict[int, int] | None = None
+        if self._placement is not None and self._placement.whole:
+            hasher = xxhash.xxh3_128()
+            pages = page_digests(views, start, writer.layout.size, also=hasher)
+            actual = hasher.digest()
+        else:
+            actual = chunk_digest(views)
+        placement = self._checked(start, views, digest, actual)
+        for offset, run in placement.runs(start, views):
+            self._look(writer.layout, offset, run)
+            writer.put(offset, run, pages)
+
+    def finish(self) -> LazyStateDict:
+        """Rename the file into place; see :class:`Landing`."""
+        writer = self._opened()
+        base = writer.layout.data_start
+        nonfinite = (
+            self._finite.finish(lambda start, out: writer.read_back(base + start, out))
+            if self._finite is not None
+            else frozenset()
+        )
+        return writer.finish(nonfinite)
+
+    def land_whole(
+        self, layout: Layout, chunks: Iterable[Chunk], names: Iterable[str] | None = None
+    ) -> LazyStateDict:
+        """Open, write and finish in one call, for payloads that a thread hop per step would dominate.
+
+        Raises:
+            KeyError, IntegrityError, UsageError, LandingError: As the steps; nothing is left behind.
+        """
+        try:
+            self.open(layout, names)
+            for start, views, digest in chunks:
+                self.write(start, views, digest)
+            return self.finish()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove the unfinished file, or hand the directory over; see :class:`Landing`."""
+        if self._writer is not None:
+            self._writer.discard()
+        elif self._dispose is not None and not self._discarded:
+            self._dispose(self._path.parent)
+        self._discarded = True
+
+    def _opened(self) -> FileWriter:
+        if self._writer is None:
+            raise UsageError("the landing is not open", path=self._path)
+        return self._writer
+
+
+class MemoryLanding(_Landing):
+    """Lands a payload in tensors that are allocated once and received into.
+
+    Args:
+        check_finite: Whether to look for NaN and infinities in passing.
+    """
+
+    def __init__(self, *, check_finite: bool = False) -> None:
+        super().__init__(check_finite=check_finite)
+        self._writer: MemoryWriter | None = None
+
+    def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
+        """Allocate the tensors; see :class:`Landing`."""
+        landed, ranges = self._accept(layout, names)
+        self._writer = MemoryWriter(landed)
+        return ranges
+
+    def write(self, start: int, views: Views, digest: bytes) -> None:
+        """Check a chunk and copy it into the tensors; see :class:`Landing`."""
+        writer = self._opened()
+        placement = self._checked(start, views, digest, chunk_digest(views))
+        for offset, run in placement.runs(start, views):
+            self._look(writer.layout, offset, run)
+            writer.put(offset, run)
+
+    def finish(self) -> MemoryState:
+        """Return the tensors; see :class:`Landing`."""
+        writer = self._opened()
+        base = writer.layout.data_start
+        nonfinite = (
+            self._finite.finish(lambda start, out: writer.read_back(base + start, out))
+            if self._finite is not None
+            else frozenset()
+        )
+        return writer.finish(nonfinite)
+
+    def discard(self) -> None:
+        """Drop the tensors; see :class:`Landing`."""
+        self._writer = None
+
+    def _opened(self) -> MemoryWriter:
+        if self._writer is None:
+            raise UsageError("the landing is not open")
+        return self._writer

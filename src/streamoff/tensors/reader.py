@@ -1,0 +1,219 @@
+"""Positional, verified reads of one safetensors file; never a mapping."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from streamoff.errors import (
+    IntegrityError,
+    JobClosedError,
+    LandingError,
+    SourceChangedError,
+    TruncatedFileError,
+    UsageError,
+)
+from streamoff.tensors.digests import PAGE, PageDigests, page_digests
+from streamoff.tensors.files import Guard, no_guard, opened, read_exactly
+from streamoff.tensors.layout import DEFAULT_LIMITS, HeaderLimits, Layout, header_length, parse
+from streamoff.tensors.views import Views, as_bytes
+
+__all__ = ["FileReader", "Identity", "read_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells one state of a file from another: device, inode, size, mtime in ns."""
+
+    device: int
+    inode: int
+    size: int
+    mtime: int
+
+    @classmethod
+    def of(cls, fd: int) -> Self:
+        """Return the identity of an open file."""
+        stat = os.fstat(fd)
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def read_layout(path: Path, limits: HeaderLimits = DEFAULT_LIMITS) -> Layout:
+    """Read and check the header of an existing safetensors file.
+
+    Raises:
+        TruncatedFileError: The file ends before its header or its data does.
+        HeaderError: Not a safetensors file.
+        LimitError: A header above a limit.
+        OSError: The file cannot be opened or read.
+    """
+    return _identified_layout(path, limits)[0]
+
+
+def _identified_layout(path: Path, limits: HeaderLimits) -> tuple[Layout, Identity]:
+    with opened(path, os.O_RDONLY) as fd:
+        identity = Identity.of(fd)
+        first = _read_prefix(fd, 8, identity.size, path)
+        layout = parse(
+            _read_prefix(fd, 8 + header_length(first, limits), identity.size, path), limits=limits
+        )
+    if layout.size > identity.size:
+        cut = next(s for s in layout.specs if layout.data_start + s.stop > identity.size)
+        raise _truncated(path, layout.size, identity.size, cut.name)
+    if layout.size < identity.size:
+        raise IntegrityError("trailing bytes", expected=layout.size, got=identity.size, path=path)
+    return layout, identity
+
+
+def _read_prefix(fd: int, length: int, size: int, path: Path) -> bytes:
+    if size < length:
+        raise _truncated(path, f"at least {length}", size)
+    prefix = bytearray(length)
+    got = read_exactly(fd, (memoryview(prefix),), 0)
+    if got < length:
+        raise _truncated(path, f"at least {length}", got)
+    return bytes(prefix)
+
+
+def _truncated(
+    path: Path, expected: object, got: int, tensor: str | None = None
+) -> TruncatedFileError:
+    return TruncatedFileError(
+        "file is truncated", expected=f"{expected} bytes", got=got, path=path, tensor=tensor
+    )
+
+
+class FileReader:
+    """Reads of one payload file; opens it for each read, so it holds no descriptor.
+
+    Args:
+        path: The file.
+        layout: Its layout.
+        pages: Page digests kept at landing; None: nothing is known, pages are not verified.
+        guard: Entered around each read.
+        identity: If given, the file must still be in this state at each read.
+
+    Safe to use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: Layout,
+        *,
+        pages: PageDigests[int] | None = None,
+        guard: Guard | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        self.path: Final = path
+        self.layout: Final = layout
+        self._pages: Final = pages
+        self._guard: Final = guard or no_guard
+        self._identity: Final = identity
+
+    @classmethod
+    def frozen(cls, path: Path, limits: HeaderLimits, guard: Guard | None = None) -> Self:
+        """Read the header of a file and return a reader that notices when the file changes.
+
+        Raises:
+            TruncatedFileError: As :func:`read_layout`.
+            HeaderError: As :func:`read_layout`.
+            LimitError: As :func:`read_layout`.
+            OSError: As :func:`read_layout`.
+        """
+        layout, identity = _identified_layout(path, limits)
+        return cls(path, layout, guard=guard, identity=identity)
+
+    def check(self) -> None:
+        """Make sure that the file is there and unchanged.
+
+        Raises:
+            JobClosedError: The file is gone, or may no longer be used.
+            SourceChangedError: It is not the file it was.
+        """
+        with self._guard(), _present(self.path), opened(self.path, os.O_RDONLY) as fd:
+            self._compare(fd)
+
+    def read(self, start: int, buffer: memoryview, *, tensor: str | None = None) -> None:
+        """Fill ``buffer`` with payload bytes from ``start`` on, verifying whole pages.
+
+        Args:
+            start: Offset in the file; the header counts.
+            buffer: Writable, C-contiguous. Undefined after an error.
+            tensor: Whose bytes these are, for the message.
+
+        Raises:
+            UsageError: The range is not inside the file.
+            JobClosedError: The file is gone, or may no longer be used.
+            SourceChangedError: It is not the file it was.
+            TruncatedFileError: It ends early.
+            IntegrityError: A page does not have the digest it landed with.
+            LandingError: The system cannot read it.
+        """
+        into = as_bytes(buffer)
+        stop = start + len(into)
+        if not 0 <= start <= stop <= self.layout.size:
+            raise UsageError(
+                "range outside the file", expected=f"0 to {self.layout.size}", got=(start, stop)
+            )
+        if start == stop:
+            return
+        first, views = (start, (into,)) if self._pages is None else self._whole_pages(start, into)
+        with self._guard(), _present(self.path), opened(self.path, os.O_RDONLY) as fd:
+            self._compare(fd)
+            got = first + read_exactly(fd, views, first)
+        if got < stop:
+            raise _truncated(self.path, self.layout.size, got, tensor)
+        if self._pages is not None:
+            self._verify(self._pages, first, views, tensor)
+
+    def _whole_pages(self, start: int, into: memoryview) -> tuple[int, Views]:
+        """Widen a read to whole pages: the margins go to scratch, the middle straight to ``into``."""
+        stop = start + len(into)
+        first = start - start % PAGE
+        last = min(stop + -stop % PAGE, self.layout.size)
+        margins = (memoryview(bytearray(start - first)), memoryview(bytearray(last - stop)))
+        return first, tuple(view for view in (margins[0], into, margins[1]) if view)
+
+    def _verify(
+        self, pages: PageDigests[int], first: int, views: Views, tensor: str | None
+    ) -> None:
+        for page, digest in page_digests(views, first, self.layout.size).items():
+            if pages[page] != digest:
+                raise IntegrityError(
+                    "page changed since it landed",
+                    expected=f"{pages[page]:016x}",
+                    got=f"{digest:016x}",
+                    path=self.path,
+                    tensor=tensor,
+                    offset=page * PAGE,
+                )
+
+    def _compare(self, fd: int) -> None:
+        if self._identity is not None:
+            now = Identity.of(fd)
+            if now != self._identity:
+                raise SourceChangedError(
+                    "file changed while it is being served",
+                    expected=self._identity,
+                    got=now,
+                    path=self.path,
+                )
+
+
+class _present:  # noqa: N801 -- reads as a phrase in a with statement
+    """Say what a failing read means: gone files are a closed job, the rest is the system's fault."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Translate the OSErrors of the system; ours pass."""
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise JobClosedError("the file is gone", path=self._path) from error
+        if isinstance(error, OSError) and not isinstance(error, LandingError):
+            raise LandingError("cannot read", got=error.strerror, path=self._path) from error
