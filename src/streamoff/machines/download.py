@@ -94,14 +94,15 @@ class Download:
         nonce: The producer's name for this life of the slot.
         wanted: Payload ranges to land; only the header until the layout is known.
         landed: Payload ranges that are safe.
-        since: When the last progress was made.
+        since: When the present attempt last got anywhere.
+        progressed: When a range landed that had not before, or the source first answered.
         attempt: Retries used since the last progress.
         retry_at: In BACKOFF after a stall: when to open again.
         give_up_at: In BACKOFF after a lost link: when the grace ends.
         confirm_at: In CONFIRMING: when to send the confirmation again.
         confirms: Confirmations sent.
         deadline: Absolute limit, monotonic seconds.
-        held: Seconds of hold already asked for.
+        held: Seconds by which holds have moved the clocks, at most the budget's.
         cause: Why it ended badly; the first real cause.
     """
 
@@ -114,6 +115,7 @@ class Download:
     wanted: RangeSet = NO_RANGES
     landed: RangeSet = NO_RANGES
     since: float = 0.0
+    progressed: float = 0.0
     attempt: int = 0
     retry_at: float | None = None
     give_up_at: float | None = None
@@ -157,7 +159,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The header was checked and a place was made; ``landed`` is what came along with it."""
+    """The header was checked and a place was made; ``landed`` is what came along with it.
+
+    Where that is all there is to land, a landed range (an empty one will do) must follow.
+    """
 
     now: float
     wanted: RangeSet
@@ -182,7 +187,7 @@ class LandedAll:
 
 @dataclass(frozen=True, slots=True)
 class HoldAsked:
-    """The receiver itself must wait; ``seconds`` are what the hold budget still grants."""
+    """The receiver itself must wait for so many seconds; the hold budget bounds what they move."""
 
     now: float
     seconds: float
@@ -381,6 +386,7 @@ def _start(record: Download, event: Started) -> Step:
     record = replace(
         record,
         since=event.now,
+        progressed=event.now,
         theirs=event.theirs,
         deadline=None if deadline is None else event.now + deadline,
     )
@@ -389,40 +395,63 @@ def _start(record: Download, event: Started) -> Step:
 
 def _accept(record: Download, event: Accepted) -> Step:
     """The header comes first; a reopened download goes on where it was."""
-    wanted = record.wanted or RangeSet((event.header,))
+    progressed = record.progressed if record.wanted else event.now
     record = replace(
-        record, nonce=event.nonce, theirs=event.capabilities, wanted=wanted, since=event.now
+        record,
+        nonce=event.nonce,
+        theirs=event.capabilities,
+        wanted=record.wanted or RangeSet((event.header,)),
+        since=event.now,
+        progressed=progressed,
     )
     return record, (PullMissing(),)
 
 
+def _note_plan(record: Download, event: Planned) -> Step:
+    landed = RangeSet.of((*record.landed, *event.landed))
+    return _progress(replace(record, wanted=event.wanted, landed=landed), event.now), ()
+
+
 def _plan(record: Download, event: Planned) -> Step:
-    record = replace(record, wanted=event.wanted, landed=event.landed, since=event.now, attempt=0)
+    record, _ = _note_plan(record, event)
     return record, (PullMissing(),)
 
 
-def _note(record: Download, event: LandedMore) -> Step:
-    return replace(record, landed=record.landed.add(event.range)), ()
+def _progress(record: Download, now: float) -> Download:
+    """Start the clocks afresh; a hold that was granted beyond ``now`` stands."""
+    return replace(
+        record, since=max(record.since, now), progressed=max(record.progressed, now), attempt=0
+    )
+
+
+def _note(record: Download, event: LandedMore | LandedAll) -> Step:
+    """Progress is a range that had not landed before; a repeated one moves no clock."""
+    landed = record.landed.add(event.range)
+    if landed.nbytes > record.landed.nbytes:
+        record = _progress(replace(record, landed=landed), event.now)
+    return record, ()
 
 
 def _more(record: Download, event: LandedMore) -> Step:
-    record = replace(record, landed=record.landed.add(event.range), since=event.now, attempt=0)
+    record, _ = _note(record, event)
     return record, (PullMissing(),)
 
 
 def _finalise(record: Download, event: LandedAll) -> Step:
-    record = replace(
-        record,
-        landed=record.landed.add(event.range),
-        since=event.now,
-        retry_at=None,
-        give_up_at=None,
-    )
-    return record, (Finalise(),)
+    record, _ = _note(record, event)
+    return replace(record, retry_at=None, give_up_at=None), (Finalise(),)
 
 
 def _hold(record: Download, event: HoldAsked) -> Step:
-    record = replace(record, since=event.now + event.seconds, held=record.held + event.seconds)
+    """A hold costs what it moves the clock, so that no number of small ones outlasts the budget."""
+    last = record.progressed + record.budgets.hold - record.held
+    moved = max(record.progressed, min(event.now + event.seconds, last))
+    record = replace(
+        record,
+        since=max(record.since, moved),
+        progressed=moved,
+        held=record.held + moved - record.progressed,
+    )
     return record, (SendHold(event.seconds),)
 
 
@@ -445,8 +474,9 @@ def _open_again(record: Download, event: RetryDue | LinkRestored) -> Step:
     return replace(record, since=event.now, retry_at=None, give_up_at=None), (SendOpen(),)
 
 
-def _send_again(record: Download, event: LinkRestored) -> Step:
-    return _confirm(record, event.now)
+def _send_again(record: Download, event: LinkRestored) -> Step:  # noqa: ARG001 - the fact is enough
+    """The last word may have been lost; a link that comes and goes does not extend the wait."""
+    return record, (SendConfirm(ok=True),)
 
 
 def _give_up(
@@ -547,6 +577,8 @@ class Cells(NamedTuple):
 start = Go(D.OPENING, _start)
 accept = Go(D.STREAMING, _accept)
 plan = Go(D.STREAMING, _plan)
+plan_o = Go(D.OPENING, _note_plan)
+plan_b = Go(D.BACKOFF, _note_plan)
 more = Go(D.STREAMING, _more)
 note_o = Go(D.OPENING, _note)
 note_b = Go(D.BACKOFF, _note)
@@ -580,9 +612,9 @@ peer = Refuse(Blame.PEER)
 TABLE: Final[dict[D, Cells]] = {
     #                    Started Accepted Planned More    All   Hold  Stalled Exhausted Retry  Lost   Restored Grace  Noticed  Refused  Landing  Cancel    Finalised Due   Acked    GivenUp
     D.IDLE:        Cells(start,  peer,    ours,   ours,   ours, ours, ours,   ours,     ours,  back,  back,    ours,  i_dead,  peer,    ours,    i_cancel, ours,     ours, peer,    ours   ),
-    D.OPENING:     Cells(ours,   accept,  ours,   note_o, land, idle, stall,  drop,     ours,  lost,  back,    ours,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
+    D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle, stall,  drop,     ours,  lost,  back,    ours,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
     D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold, stall,  drop,     ours,  lost,  back,    ours,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
-    D.BACKOFF:     Cells(ours,   dup,     ours,   note_b, land, idle, ours,   drop,     again, still, again,   dead,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
+    D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle, ours,   drop,     again, still, again,   dead,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
     D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, idle, ours,   ours,     ours,  moot,  moot,    ours,  moot,    moot,    f_fail,  cancel,   confirm,  ours, peer,    ours   ),
     D.CONFIRMING:  Cells(ours,   dup,     ours,   moot,   moot, idle, ours,   ours,     ours,  moot,  renag,   ours,  deliver, deliver, ours,    deliver,  ours,     nag,  deliver, deliver),
     D.DONE:        Cells(ours,   late,    late,   late,   late, late, late,   late,     late,  late,  late,    late,  late,    late,    late,    late,     late,     late, late,    late   ),
@@ -641,6 +673,7 @@ def next_tick(record: Download) -> float | None:
             return record.confirm_at
         case _:
             return None
+    own = min(own, record.progressed + record.budgets.retry_schedule)
     return own if record.deadline is None else min(own, record.deadline)
 
 
@@ -654,10 +687,13 @@ def classify_tick(record: Download, now: float) -> DownloadEvent | None:
         return ConfirmGivenUp(now) if spent else ConfirmDue(now)
     if record.deadline is not None and now >= record.deadline:
         return Exhausted(now, _timed_out(record, "the transfer's deadline passed", "in time"))
-    if record.state is D.BACKOFF:
-        retry = record.retry_at is not None and now >= record.retry_at
-        return RetryDue(now) if retry else GraceExpired(now, _source_lost(record))
-    return _stalled(record, now)
+    if record.give_up_at is not None and now >= record.give_up_at:
+        return GraceExpired(now, _source_lost(record))
+    schedule = record.budgets.retry_schedule
+    if now >= record.progressed + schedule:
+        expected = f"progress within {schedule:g} s"
+        return Exhausted(now, _timed_out(record, "no progress in the whole schedule", expected))
+    return RetryDue(now) if record.state is D.BACKOFF else _stalled(record, now)
 
 
 def _stalled(record: Download, now: float) -> Stalled | Exhausted:

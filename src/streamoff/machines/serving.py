@@ -150,7 +150,7 @@ class ServedAll:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The bound receiver waits for its own disk, quota or turn."""
+    """The bound receiver waits for its own disk, quota or turn; ``seconds`` are what is granted."""
 
     now: float
     seconds: float

@@ -92,7 +92,7 @@ class Transaction:
         budgets: The producer's side of the budgets.
         min_receivers: For the quorum view; None means all.
         activity: Per slot, when it last made progress.
-        held: Per slot, seconds of ``hold`` already granted.
+        held: Per slot, seconds by which holds have moved its clock, at most the budget's.
         in_flight: Chunks the links are reading.
         cause: The first real cause of a failure; empty while none.
         settle_by: When SETTLING stops waiting.
@@ -499,10 +499,15 @@ def _classify(
             left = serving.served.add(event.range).missing(serving.wanted)
             return (s.ServedMore if left else s.ServedAll)(event.now, event.range)
         case HoldRequested():
-            granted = max(0.0, record.budgets.hold - record.held[event.slot])
-            return s.Held(event.now, min(event.seconds, granted))
+            return s.Held(event.now, _granted(record, event))
         case ConfirmRequested():
             return _confirmed(serving, event)
+
+
+def _granted(record: Transaction, event: HoldRequested) -> float:
+    """A hold costs what it moves the clock, so that no number of small ones outlasts the budget."""
+    asked = event.now + event.seconds - record.activity[event.slot]
+    return max(0.0, min(asked, record.budgets.hold - record.held[event.slot]))
 
 
 def _confirmed(
@@ -540,8 +545,8 @@ def _move_clocks(
     """Progress is a byte range not served before, the first open, or a granted hold."""
     if isinstance(event, s.Held) and not after.final:
         held = _put(record.held, index, record.held[index] + event.seconds)
-        until = max(record.activity[index], event.now + event.seconds)
-        return replace(record, held=held, activity=_put(record.activity, index, until))
+        activity = _put(record.activity, index, record.activity[index] + event.seconds)
+        return replace(record, held=held, activity=activity)
     grown = after.served.nbytes > before.served.nbytes
     if grown or (before.bound is None and after.bound is not None):
         at = max(record.activity[index], event.now)
