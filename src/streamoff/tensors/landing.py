@@ -91,6 +91,20 @@ class _Placement:
         if self.whole:
             yield start, views
             return
+        run: list[memoryview] = []
+        offset = stop = 0
+        for target, piece in self._pieces(start, views):
+            if run and target != stop:
+                yield offset, tuple(run)
+                run.clear()
+            if not run:
+                offset = stop = target
+            run += piece
+            stop += nbytes(piece)
+        if run:
+            yield offset, tuple(run)
+
+    def _pieces(self, start: int, views: Views) -> Iterator[tuple[int, Views]]:
         stop = start + nbytes(views)
         index = max(bisect_right(self._starts, start) - 1, 0)
         while index < len(self._moves) and self._moves[index][0] < stop:

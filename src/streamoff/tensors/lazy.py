@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol, Self, SupportsIndex, TypeVar
 
-from streamoff.errors import JobClosedError, UsageError
+from streamoff.errors import UsageError
 from streamoff.tensors.digests import PageDigests
 from streamoff.tensors.dtypes import itemsize, torch_dtype
 from streamoff.tensors.files import Dispose, Guard
@@ -52,7 +52,6 @@ class _Files:
     ) -> None:
         self.reader: Final = reader
         self.hop: Final = hop
-        self.released = False
         self._finalizer: Final = (
             weakref.finalize(self, _dispose, dispose, reader.path.parent, os.getpid())
             if dispose is not None
@@ -65,14 +64,10 @@ class _Files:
 
     def read(self, start: int, buffer: memoryview, tensor: str | None = None) -> None:
         """Fill ``buffer`` with data-relative bytes."""
-        if self.released:
-            raise JobClosedError(
-                "the lazy state dict was released", path=self.reader.path, tensor=tensor
-            )
         self.reader.read(self.reader.layout.data_start + start, buffer, tensor=tensor)
 
     def release(self) -> None:
-        self.released = True
+        self.reader.close()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -104,7 +99,7 @@ class LazyTensor(_Stays):
         files: Shared with its state dict; holding the tensor keeps the file.
     """
 
-    __slots__ = ("_files", "_spec", "name")
+    __slots__ = ("__weakref__", "_files", "_spec", "name")
 
     def __init__(self, name: str, spec: TensorSpec, files: _Files) -> None:
         self.name: Final = name
@@ -276,6 +271,9 @@ class LazyStateDict(_Stays, Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self.layout.names)
+
+    __eq__ = object.__eq__  # two state dicts are equal if they are one: comparing would read both
+    __hash__ = object.__hash__
 
     def __enter__(self) -> Self:
         return self

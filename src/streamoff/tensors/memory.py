@@ -214,14 +214,12 @@ class TensorBytes:
 
         Raises:
             UsageError: The range is not inside the payload.
-            SourceChangedError: A tensor of the range changed since it was borrowed.
         """
         self._inside(start, stop)
         found: list[memoryview] = []
         if start < self.layout.data_start:
             found.append(memoryview(self.layout.header)[start:stop])
         for item, low, high in self._pieces(start, stop):
-            item.check()
             if not item.direct or len(found) == _MAX_VIEWS:
                 return None
             found.append(byte_view(item.tensor)[low:high])
@@ -232,7 +230,6 @@ class TensorBytes:
 
         Raises:
             UsageError: The range is not inside the payload.
-            SourceChangedError: A tensor of the range changed since it was borrowed.
         """
         out = as_bytes(buffer)
         self._inside(start, start + len(out))
@@ -240,7 +237,6 @@ class TensorBytes:
         out[: len(header)] = header
         done = len(header)
         for item, low, high in self._pieces(start, start + len(out)):
-            item.check()
             read_bytes(item.tensor, low, out[done : done + high - low])
             done += high - low
 
@@ -252,13 +248,13 @@ class TensorBytes:
         pieces = self._pieces(start, stop)
         scatter(data, (byte_view(item.tensor)[low:high] for item, low, high in pieces))
 
-    def check(self) -> None:
-        """Look at every tensor.
+    def check(self, start: int, stop: int) -> None:
+        """Look at the tensors that a payload range touches.
 
         Raises:
             SourceChangedError: One changed since it was borrowed.
         """
-        for item in self._borrowed:
+        for item, _, _ in self._pieces(start, stop):
             item.check()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[_Borrowed, int, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -11,6 +13,7 @@ from streamoff.errors import (
     IntegrityError,
     JobClosedError,
     LandingError,
+    PeerError,
     SourceChangedError,
     TruncatedFileError,
     UsageError,
@@ -18,7 +21,7 @@ from streamoff.errors import (
 from streamoff.tensors.digests import PAGE, PageDigests, page_digests
 from streamoff.tensors.files import Guard, no_guard, opened, read_exactly
 from streamoff.tensors.layout import DEFAULT_LIMITS, HeaderLimits, Layout, header_length, parse
-from streamoff.tensors.views import Views, as_bytes
+from streamoff.tensors.views import Views, as_bytes, nbytes
 
 __all__ = ["FileReader", "Identity", "read_layout"]
 
@@ -44,6 +47,7 @@ def read_layout(path: Path, limits: HeaderLimits = DEFAULT_LIMITS) -> Layout:
 
     Raises:
         TruncatedFileError: The file ends before its header or its data does.
+        IntegrityError: Bytes follow the data.
         HeaderError: Not a safetensors file.
         LimitError: A header above a limit.
         OSError: The file cannot be opened or read.
@@ -54,10 +58,13 @@ def read_layout(path: Path, limits: HeaderLimits = DEFAULT_LIMITS) -> Layout:
 def _identified_layout(path: Path, limits: HeaderLimits) -> tuple[Layout, Identity]:
     with opened(path, os.O_RDONLY) as fd:
         identity = Identity.of(fd)
-        first = _read_prefix(fd, 8, identity.size, path)
-        layout = parse(
-            _read_prefix(fd, 8 + header_length(first, limits), identity.size, path), limits=limits
-        )
+        try:
+            first = _read_prefix(fd, 8, identity.size, path)
+            length = 8 + header_length(first, limits)
+            layout = parse(_read_prefix(fd, length, identity.size, path), limits=limits)
+        except PeerError as error:
+            error.located(path=path)
+            raise
     if layout.size > identity.size:
         cut = next(s for s in layout.specs if layout.data_start + s.stop > identity.size)
         raise _truncated(path, layout.size, identity.size, cut.name)
@@ -111,6 +118,7 @@ class FileReader:
         self._pages: Final = pages
         self._guard: Final = guard or no_guard
         self._identity: Final = identity
+        self._closed = False
 
     @classmethod
     def frozen(cls, path: Path, limits: HeaderLimits, guard: Guard | None = None) -> Self:
@@ -132,8 +140,12 @@ class FileReader:
             JobClosedError: The file is gone, or may no longer be used.
             SourceChangedError: It is not the file it was.
         """
-        with self._guard(), _present(self.path), opened(self.path, os.O_RDONLY) as fd:
+        with self._opened() as fd:
             self._compare(fd)
+
+    def close(self) -> None:
+        """Let no read begin any more."""
+        self._closed = True
 
     def read(self, start: int, buffer: memoryview, *, tensor: str | None = None) -> None:
         """Fill ``buffer`` with payload bytes from ``start`` on, verifying whole pages.
@@ -160,13 +172,21 @@ class FileReader:
         if start == stop:
             return
         first, views = (start, (into,)) if self._pages is None else self._whole_pages(start, into)
-        with self._guard(), _present(self.path), opened(self.path, os.O_RDONLY) as fd:
+        with self._opened() as fd:
             self._compare(fd)
-            got = first + read_exactly(fd, views, first)
-        if got < stop:
-            raise _truncated(self.path, self.layout.size, got, tensor)
+            got = read_exactly(fd, views, first)
+            size = os.fstat(fd).st_size
+        if got < nbytes(views):
+            raise _truncated(self.path, self.layout.size, size, tensor)
         if self._pages is not None:
             self._verify(self._pages, first, views, tensor)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        if self._closed:
+            raise JobClosedError("the file was released", path=self.path)
+        with self._guard(), _present(self.path), opened(self.path, os.O_RDONLY) as fd:
+            yield fd
 
     def _whole_pages(self, start: int, into: memoryview) -> tuple[int, Views]:
         """Widen a read to whole pages: the margins go to scratch, the middle straight to ``into``."""
@@ -202,18 +222,12 @@ class FileReader:
                 )
 
 
-class _present:  # noqa: N801 -- reads as a phrase in a with statement
-    """Say what a failing read means: gone files are a closed job, the rest is the system's fault."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Translate the OSErrors of the system; ours pass."""
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise JobClosedError("the file is gone", path=self._path) from error
-        if isinstance(error, OSError) and not isinstance(error, LandingError):
-            raise LandingError("cannot read", got=error.strerror, path=self._path) from error
+@contextmanager
+def _present(path: Path) -> Iterator[None]:
+    """Say what a failing read means: a file that is gone is a closed job, the rest the system's fault."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise JobClosedError("the file is gone", path=path) from error
+    except OSError as error:
+        raise LandingError("cannot read", got=error.strerror, path=path) from error

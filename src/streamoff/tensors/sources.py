@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FileSource", "Source", "StateDictSource"]
 
+_MANY: Final = 256
+"""Above this many tensors a chunk can consist of so many pieces that copying it takes milliseconds."""
+
 
 class Source(Protocol):
     """Bytes of one payload, by range; ranges count from the header's first byte."""
@@ -114,15 +117,19 @@ class StateDictSource:
 
     def views(self, start: int, stop: int) -> Views | None:
         """Return a range of the tensors' own memory; see :class:`Source`."""
-        return self._open().views(start, stop)
+        payload = self._open()
+        payload.check(start, stop)
+        return payload.views(start, stop)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Copy a range; see :class:`Source`."""
-        self._open().read_into(start, buffer)
+        payload = self._open()
+        payload.check(start, start + buffer.nbytes)
+        payload.read_into(start, buffer)
 
     def check(self) -> None:
         """Compare every version counter; see :class:`Source`."""
-        self._open().check()
+        self._open().check(0, self._layout.size)
 
     def close(self) -> None:
         """Give the tensors back."""
@@ -132,10 +139,6 @@ class StateDictSource:
         if self._bytes is None:
             raise JobClosedError("the source is closed")
         return self._bytes
-
-
-_MANY: Final = 256
-"""Above this many tensors a chunk can consist of so many pieces that copying it takes milliseconds."""
 
 
 class FileSource:

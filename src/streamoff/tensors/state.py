@@ -157,6 +157,9 @@ class MemoryState(Mapping[str, "torch.Tensor"]):
         self._bytes = None
         self._tensors = {}
 
+    __eq__ = object.__eq__  # a mapping's way would ask tensors for one truth value
+    __hash__ = object.__hash__
+
     def _open(self) -> memory.TensorBytes:
         if self._bytes is None:
             raise JobClosedError("the state was released")
