@@ -1,0 +1,1 @@
+"""Federated learning on top of transfers: aggregation, workflows, executors and what they exchange."""
