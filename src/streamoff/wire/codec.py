@@ -223,7 +223,7 @@ def make_outline(shape: Shape, values: Values) -> Frame:
 
 
 def _read_map(shape: Shape, header: bytes | memoryview) -> Values:
-    values: Values = _unpack(header, len(header))
+    values: Values = _unpack(header)
     if type(values) is not dict:
         raise BadValueError("a map", values)
     if values.keys() != shape.keys:
@@ -263,22 +263,25 @@ def _is_plain(view: Any) -> bool:
 
 
 def _read_names(body: Views, limits: Limits) -> tuple[str, ...] | None:
-    data = b"".join(body)  # names, not tensor bytes; the array is parsed in one piece
+    """Read the array of names item by item, with no container in it: a body costs what it holds."""
+    data = b"".join(body)  # names, not tensor bytes
     if not data:
         return None
-    check_limit("tensors", limits.tensors, _array_length(data), "names")
-    return kind.tensor_names(_unpack(data, limits.tensors), limits)
-
-
-def _array_length(data: bytes) -> int:
-    """How many items the array claims to have, before any of them is made."""
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(data[:5])
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(data), max_array_len=0, max_map_len=0, max_ext_len=0, use_list=False
+    )
+    unpacker.feed(data)
     try:
-        length: int = unpacker.read_array_header()
+        length = unpacker.read_array_header()
+        check_limit("tensors", limits.tensors, length, "names")
+        names = kind.tensor_names(tuple(unpacker), limits)
+    except LimitError:
+        raise
     except (ValueError, msgpack.UnpackException) as error:
-        raise BadValueError("an array", f"{type(error).__name__}: {error}") from None
-    return length
+        raise BadValueError("an array of strings", f"{type(error).__name__}: {error}") from None
+    if len(names) != length or unpacker.tell() != len(data):
+        raise BadValueError(f"an array of {length} strings", f"{len(names)} in {len(data)} bytes")
+    return names
 
 
 def _pack(value: Any) -> bytes:
@@ -289,27 +292,23 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _unpack(data: bytes | memoryview, max_array: int) -> Any:
-    """Unpack one msgpack value; whatever msgpack cannot read is a bad value, never its own error."""
+def _unpack(data: bytes | memoryview) -> Any:
+    """Unpack a header; whatever msgpack cannot read is a bad value, never its own error.
+
+    msgpack makes room for what a container claims before its items are there, once per level of nesting,
+    so the claims are bounded well below what fits in a header.
+    """
     try:
         return msgpack.unpackb(
             data,
             use_list=False,
-            max_array_len=max_array,
-            list_hook=_strings,
+            max_array_len=1024,
+            max_map_len=64,
             object_pairs_hook=_unique,
             ext_hook=_no_extension,
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise BadValueError("one msgpack value", f"{type(error).__name__}: {error}") from None
-
-
-def _strings(items: tuple[Any, ...]) -> tuple[str, ...]:
-    """Refuse an array within an array as soon as it ends: nesting would multiply what a body costs."""
-    for item in items:
-        if type(item) is not str:
-            raise BadValueError("an array of strings", item)
-    return items
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> Values:
