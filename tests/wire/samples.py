@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 
 from streamoff.types import Address, Capability
 from streamoff.wire.frames import (
@@ -30,6 +30,9 @@ from streamoff.wire.frames import (
     Views,
 )
 from streamoff.wire.limits import LinkLimits
+
+calm: Final = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""How properties are tested: by what holds, never by how long a busy machine takes."""
 
 TO: Final = Address("server")
 SENDER: Final = Address("site-1.job-7.trainer")

@@ -25,7 +25,7 @@ from streamoff.wire.frames import (
 )
 from streamoff.wire.limits import MIN_PIECE, Limits, LinkLimits
 
-from .samples import BOTH, ROUTE, SAMPLES, TICKET, frames, views
+from .samples import BOTH, ROUTE, SAMPLES, TICKET, calm, frames, views
 
 pytestmark = pytest.mark.core
 
@@ -77,6 +77,7 @@ def test_small_frames_go_whole(frame: Frame) -> None:
     assert take_all(Assembler(), [wire]) == [frame]
 
 
+@calm
 @given(frame=frames)
 def test_any_frame_passes_an_assembler(frame: Frame) -> None:
     """Whatever may be sent comes out of an assembler as it went in."""
@@ -134,7 +135,7 @@ def test_names_of_an_open_are_cut_too() -> None:
     assert take_all(Assembler(), wire) == [sent]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(calm, max_examples=40)
 @given(data=st.data())
 def test_interleaving_never_mixes(data: st.DataObject) -> None:
     """Bodies on several channels and whole frames between their pieces all arrive, each intact."""
@@ -314,7 +315,7 @@ def test_a_body_too_long_is_refused_at_its_header(rest: int) -> None:
     assert caught.value.got == str(prefix.body_bytes + rest)
 
 
-@settings(max_examples=200)
+@settings(calm, max_examples=200)
 @given(
     numbers=st.lists(
         st.tuples(

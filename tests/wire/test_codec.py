@@ -27,7 +27,7 @@ from streamoff.wire.frames import (
 )
 from streamoff.wire.limits import Limits, LinkLimits, clip
 
-from .samples import ROUTE, SAMPLES, TICKET, frames, views
+from .samples import ROUTE, SAMPLES, TICKET, calm, frames, views
 
 pytestmark = pytest.mark.core
 
@@ -43,6 +43,7 @@ def test_sample_survives(frame: Frame) -> None:
     assert decode(*encode(frame)) == frame
 
 
+@calm
 @given(frame=frames)
 def test_any_frame_survives(frame: Frame) -> None:
     """Whatever may be sent arrives equal, field by field, across every integer boundary."""

@@ -13,7 +13,7 @@ from streamoff.wire.frames import PROTOCOL_VERSION, Hello
 from streamoff.wire.handshake import common, judge
 from streamoff.wire.limits import LinkLimits
 
-from .samples import capabilities
+from .samples import calm, capabilities
 
 pytestmark = pytest.mark.core
 
@@ -40,6 +40,7 @@ def test_two_strangers_agree() -> None:
     assert not accepted.supersedes
 
 
+@calm
 @given(left=capabilities, right=capabilities)
 def test_a_capability_counts_only_if_both_name_it(
     left: frozenset[Capability], right: frozenset[Capability]

@@ -19,7 +19,7 @@ from streamoff.wire.frames import Chunk, Frame, FrameType, Hello, Message, Open
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits, LinkLimits
 
 from .hostile import body_of, forged, header_of, name_of
-from .samples import BOTH, ROUTE, SAMPLES, TICKET, views
+from .samples import BOTH, ROUTE, SAMPLES, TICKET, calm, views
 
 pytestmark = pytest.mark.core
 
@@ -142,6 +142,7 @@ def test_truncation_at_each_byte(sample: Frame) -> None:
         decode(head + b"x", body)
 
 
+@calm
 @given(sample=st.sampled_from(SAMPLES), data=st.data())
 def test_flipped_bits_never_escape(sample: Frame, data: st.DataObject) -> None:
     """A frame with any bit flipped is another frame of ours or a typed refusal."""
@@ -156,6 +157,7 @@ def test_flipped_bits_never_escape(sample: Frame, data: st.DataObject) -> None:
     assert decode(*encode(frame)) == frame
 
 
+@calm
 @given(kind=st.integers(1, 14), packed=st.binary(max_size=200), body=st.binary(max_size=20))
 def test_garbage_never_escapes(kind: int, packed: bytes, body: bytes) -> None:
     """Random bytes under a correct prefix raise nothing but a typed refusal."""

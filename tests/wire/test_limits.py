@@ -12,7 +12,7 @@ from streamoff.errors import LimitError, UsageError
 from streamoff.types import MIB
 from streamoff.wire.limits import DEFAULT_LIMITS, MIN_PIECE, Limits, LinkLimits, check_limit
 
-from .samples import link_limits
+from .samples import calm, link_limits
 
 pytestmark = pytest.mark.core
 
@@ -46,6 +46,7 @@ def test_the_smallest_frame_has_room_for_a_piece() -> None:
     assert smallest - 65_535 - 16 >= MIN_PIECE
 
 
+@calm
 @given(left=link_limits, right=link_limits)
 def test_agreement_is_the_smaller_of_each(left: LinkLimits, right: LinkLimits) -> None:
     """Two ends agree on the same limits whichever of them decides, and neither is exceeded."""

@@ -9,7 +9,7 @@ from streamoff.types import Address
 from streamoff.wire.frames import Pull
 from streamoff.wire.routes import choose, forwarded, may_follow, may_speak
 
-from .samples import ROUTE
+from .samples import ROUTE, calm
 
 pytestmark = pytest.mark.core
 
@@ -55,6 +55,7 @@ _names = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(
 )
 
 
+@calm
 @given(to=_names, links=st.lists(_names), uplink=st.none() | _names, me=_names)
 def test_a_choice_is_a_link(
     to: Address, links: list[Address], uplink: Address | None, me: Address
