@@ -34,7 +34,7 @@ _SPANS: Final[Mapping[str, _Span]] = {
     "depth": _Span(1, 256),
     "tensor_header": _Span(1024, 2**31 - 1),
     "tensors": _Span(1, 10_000_000),
-    "name": _Span(1, 65_535),
+    "name": _Span(1, 32 * MIB),
     "topic": _Span(1, 4096),
     "reason": _Span(1, 4096),
     "refs": _Span(1, 256),
@@ -101,7 +101,7 @@ class Limits:
         depth: Nesting of a payload tree.
         tensor_header: Bytes of a safetensors header, its 8-byte length included.
         tensors: Tensors of one payload; also names in one open.
-        name: Characters of a tensor name.
+        name: Characters of a tensor name; a payload's header bounds its bytes by the same number.
         topic: Characters of a topic.
         reason: Characters of a reason, a detail or a status.
         refs: Refs of one failure notice.
@@ -118,7 +118,7 @@ class Limits:
     depth: int = 64
     tensor_header: int = 32 * MIB
     tensors: int = 200_000
-    name: int = 1024
+    name: int = MIB
     topic: int = 256
     reason: int = 1024
     refs: int = 256
