@@ -95,7 +95,7 @@ class Owner:
             return None
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             return None
-        return owner if owner.pid else None
+        return owner if owner.pid and owner.job.isprintable() else None
 
     def record(self) -> bytes:
         """The bytes of the lease file, at most 4 KiB."""

@@ -7,14 +7,16 @@ number of times.
 
 import errno
 import os
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from streamoff.scratch.names import LEASE
 
-__all__ = ["MAX_DEPTH", "PAUSES", "Removal", "remove"]
+__all__ = ["MAX_DEPTH", "PAUSES", "Removal", "Usage", "measure", "remove"]
 
 PAUSES: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds between attempts; their number is the number of retries."""
@@ -28,6 +30,14 @@ _TRANSIENT: Final = frozenset(
     {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 )
 _BLOCK: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a tree takes on disk: entries below its top, and bytes of disk space."""
+
+    entries: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +125,7 @@ def remove(path: Path) -> Removal:
     """Remove a directory and all that is in it; blocks, and is meant for a thread.
 
     A file called ``.lease`` at its top goes last. A directory that is not there is a removal that is done.
-    A symbolic link, a file or a mount point in the place of the directory is left as it is.
+    A symbolic link or a file in the place of the directory is left as it is.
 
     Args:
         path: A directory of ours. Its parents are trusted.
@@ -149,3 +159,34 @@ def remove(path: Path) -> Removal:
 def _misplaced(path: Path) -> bool:
     """Whether what stands at the path is no directory, which waiting does not change."""
     return path.is_symlink() or not path.is_dir()
+
+
+def measure(directory: int) -> Usage:
+    """Add up what is in an open directory, without following links or leaving its file system.
+
+    Args:
+        directory: Borrowed descriptor.
+
+    Returns:
+        The sum; what vanishes meanwhile, may not be read or is nested deeper than 64 is not in it.
+    """
+    return _measure(directory, os.fstat(directory).st_dev, depth=1)
+
+
+def _measure(directory: int, device: int, *, depth: int) -> Usage:
+    entries = nbytes = 0
+    with os.scandir(directory) as listing:
+        for entry in listing:
+            with suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                entries += 1
+                nbytes += facts.st_blocks * _BLOCK
+                if stat.S_ISDIR(facts.st_mode) and facts.st_dev == device and depth < MAX_DEPTH:
+                    child = os.open(entry.name, _DIRECTORY, dir_fd=directory)
+                    try:
+                        below = _measure(child, device, depth=depth + 1)
+                    finally:
+                        os.close(child)
+                    entries += below.entries
+                    nbytes += below.nbytes
+    return Usage(entries, nbytes)
