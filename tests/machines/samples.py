@@ -89,13 +89,13 @@ TRANSACTION_EVENTS: tuple[t.TransactionEvent, ...] = (
 )
 
 
-def begin(slots: int = 1, refs: int = 1, **changes: Any) -> t.Transaction:
-    """A transaction with ``slots`` undeclared receivers and ``refs`` refs, opened at 0 s."""
+def begin(slots: int | list[Slot] = 1, refs: int | list[str] = 1, **changes: Any) -> t.Transaction:
+    """A transaction opened at 0 s; a number of slots makes undeclared ones, of refs names them."""
     arguments: dict[str, Any] = {
         "id": "tx-1",
         "now": 0.0,
-        "slots": [Slot(ticket(index)) for index in range(slots)],
-        "refs": [f"ref-{index + 1}" for index in range(refs)],
+        "slots": [Slot(ticket(i)) for i in range(slots)] if isinstance(slots, int) else slots,
+        "refs": [f"ref-{i + 1}" for i in range(refs)] if isinstance(refs, int) else refs,
         "budgets": BUDGETS,
     }
     return t.begin(**(arguments | changes))

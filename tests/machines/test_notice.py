@@ -1,0 +1,165 @@
+"""Failure notices: how long the sender tries, whom the receiver believes, and what it remembers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from streamoff.errors import LimitError, UnexpectedMessageError
+from streamoff.machines import notice as n
+from streamoff.machines.notice import NOTICE, NoticeState
+from streamoff.types import Address
+
+from . import samples
+
+pytestmark = pytest.mark.core
+
+SOURCE = Address("site-1.job-7.trainer")
+
+
+def play(
+    until: float, events: dict[float, n.NoticeEvent]
+) -> tuple[n.Notice, dict[float, list[str]]]:
+    """Start at 0 s, let clocks fire and ``events`` happen; when each effect came out."""
+    record, effects = NOTICE.step(n.Notice(samples.SERVER), n.Started(0.0))
+    told = {0.0: [type(effect).__name__ for effect in effects]}
+    pending = dict(events)
+    while True:
+        due = n.next_tick(record)
+        at = min([*pending, *(() if due is None else (due,))], default=math.inf)
+        if at > until:
+            return record, told
+        event = pending.pop(at, None) or n.classify_tick(record, at)
+        assert event is not None
+        assert n.classify_tick(record, math.nextafter(at, -1.0)) is None
+        record, effects = NOTICE.step(record, event)
+        told.setdefault(at, []).extend(type(effect).__name__ for effect in effects)
+
+
+def test_a_silent_receiver_is_tried_until_the_total_budget_ends() -> None:
+    """Attempts of 3 s with growing pauses, and at 10 s to the instant it is given up."""
+    record, told = play(100.0, {})
+    assert {at: names for at, names in told.items() if names} == {
+        0.0: ["SendNotice"],
+        3.25: ["SendNotice"],
+        6.75: ["SendNotice"],
+        10.0: ["ReportNotice"],
+    }
+    assert record.state is NoticeState.GIVEN_UP
+    assert record.reason == "no answer to 3 attempts"
+    assert n.next_tick(record) is None
+
+
+def test_failures_that_come_fast_use_all_attempts() -> None:
+    """Where every attempt fails at once, the fourth is the last."""
+    quick = {at: n.AttemptExpired(at) for at in (0.1, 0.5, 1.5)}
+    record, told = play(100.0, quick)
+    sends = [at for at, names in told.items() if "SendNotice" in names]
+    assert sends == [0.0, 0.35, 1.0, 2.5]
+    assert record.attempts == n.NOTICE_ATTEMPTS
+    assert told[5.5] == ["ReportNotice"]
+
+
+def test_an_answer_ends_the_trying() -> None:
+    """An acknowledgement is reported once, also when it comes between two attempts, or twice."""
+    for at in (1.0, 3.1):
+        record, told = play(100.0, {at: n.Acked(at), at + 1.0: n.Acked(at + 1.0)})
+        assert told[at] == ["ReportNotice"]
+        assert told[at + 1.0] == []
+        assert (record.state, record.reason) == (NoticeState.ACKED, "")
+
+
+def test_a_rejection_is_not_repeated() -> None:
+    """A receiver that does not believe us is asked once; its reason is what is reported."""
+    record, told = play(100.0, {1.0: n.Rejected(1.0, "not the owner")})
+    assert [at for at, names in told.items() if "SendNotice" in names] == [0.0]
+    assert record.reason == "not the owner"
+
+
+def test_the_pause_never_outlasts_the_total_budget() -> None:
+    """An attempt that ends near the budget's end waits for the budget, not for the pause."""
+    late = {at: n.AttemptExpired(at) for at in (2.9, 6.0, 9.4)}
+    record, told = play(100.0, late)
+    assert max(told) == 10.0
+    assert record.state is NoticeState.GIVEN_UP
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(0, []), (1, [1]), (256, [256]), (600, [256, 256, 88])]
+)
+def test_many_refs_are_split_into_notices(count: int, sizes: list[int]) -> None:
+    """Refs travel at most 256 to a notice, each once and in order, none refused and none lost."""
+    refs = [f"ref-{index}" for index in range(count)]
+    batches = list(n.split(refs + refs))
+    assert [len(batch) for batch in batches] == sizes
+    assert [ref for batch in batches for ref in batch] == refs
+
+
+@pytest.mark.parametrize("origin", [SOURCE, SOURCE.parent, Address("site-1")])
+def test_the_source_and_its_ancestors_are_believed(origin: Address) -> None:
+    """Whoever owns the source may declare it dead; the downloads to interrupt are named."""
+    book = n.NoticeBook()
+    keys = book.enter(0.0, origin, SOURCE, ("ref-1", "ref-2", "ref-1"), "exit code 137")
+    assert keys == ((SOURCE, "ref-1"), (SOURCE, "ref-2"))
+    assert book.reason(1.0, SOURCE, "ref-1") == "exit code 137"
+    assert len(book) == 2
+
+
+@pytest.mark.parametrize(
+    "origin", ["site-2", "site-10", "server", "site-1.job-7.trainer.child", "site-1.job-70"]
+)
+def test_a_forged_notice_changes_nothing(origin: str) -> None:
+    """Neither a sibling nor a child nor a look-alike of the owner can declare a source dead."""
+    book = n.NoticeBook()
+    with pytest.raises(UnexpectedMessageError, match="does not own the source"):
+        book.enter(0.0, Address(origin), SOURCE, ("ref-1",), "gotcha")
+    assert len(book) == 0
+    assert book.reason(0.0, SOURCE, "ref-1") is None
+
+
+def test_only_the_named_refs_of_the_named_source_are_dead() -> None:
+    """Another ref of the source and the same ref of another source are untouched."""
+    book = n.NoticeBook()
+    book.enter(0.0, SOURCE, SOURCE, ("ref-1",), "killed")
+    assert book.reason(0.0, SOURCE, "ref-2") is None
+    assert book.reason(0.0, Address("site-2"), "ref-1") is None
+
+
+@pytest.mark.parametrize("count", [0, 257])
+def test_a_notice_of_no_refs_or_too_many_is_refused(count: int) -> None:
+    """The limit is named and nothing is entered."""
+    book = n.NoticeBook()
+    refs = tuple(f"ref-{index}" for index in range(count))
+    with pytest.raises(LimitError, match=f"1 to 256, got {count}"):
+        book.enter(0.0, SOURCE, SOURCE, refs, "killed")
+    assert len(book) == 0
+
+
+def test_a_long_reason_is_cut() -> None:
+    """However long the reason, what is kept is bounded."""
+    book = n.NoticeBook()
+    book.enter(0.0, SOURCE, SOURCE, ("ref-1",), "x" * 100_000)
+    assert book.reason(0.0, SOURCE, "ref-1") == "x" * n.REASON_CHARACTERS
+
+
+def test_the_book_is_bounded_in_number_and_time() -> None:
+    """Old entries go when the book is full, and every entry goes at the end of its time."""
+    book = n.NoticeBook(capacity=4, lifetime=10.0)
+    for index in range(6):
+        book.enter(float(index), SOURCE, SOURCE, (f"ref-{index}",), "killed")
+    assert len(book) == 4
+    assert book.reason(6.0, SOURCE, "ref-1") is None
+    assert book.reason(11.9, SOURCE, "ref-2") == "killed"
+    assert book.reason(12.0, SOURCE, "ref-2") is None
+
+
+def test_a_repeated_notice_refreshes_the_memory() -> None:
+    """The owner saying it again makes the entry the newest, with the newer reason."""
+    book = n.NoticeBook(capacity=2, lifetime=10.0)
+    book.enter(0.0, SOURCE, SOURCE, ("ref-1",), "first")
+    book.enter(1.0, SOURCE, SOURCE, ("ref-2",), "killed")
+    book.enter(2.0, SOURCE, SOURCE, ("ref-1",), "second")
+    book.enter(3.0, SOURCE, SOURCE, ("ref-3",), "killed")
+    assert book.reason(11.0, SOURCE, "ref-1") == "second"
+    assert book.reason(4.0, SOURCE, "ref-2") is None
