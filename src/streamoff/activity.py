@@ -1,13 +1,13 @@
 """A count of the work that is under way outside the event loop.
 
-Virtual time may only jump while nothing real is happening: a clock that leaps to the next timer while a
-worker thread is half way through a write makes every deadline fire at once. Threads that do work for the
-program (the worker threads that the runtime hops to, the janitor) say so here, and a virtual clock waits
-until the count is zero.
+Virtual time may only jump while nothing real is happening: a clock that leaps to the next timer
+while a worker thread is half way through a write makes every deadline fire at once. Threads that do
+work for the program (the worker threads that the runtime hops to, the janitor) say so here, and a
+virtual clock waits until the count is zero.
 
-The count is module-level on purpose: it describes the process, not a job, and those who count and those
-who wait do not know of each other. It is a deque used as a tally, because adding to it and taking from it
-are atomic without a lock that a finaliser could find held.
+The count is module-level on purpose: it describes the process, not a job, and those who count and
+those who wait do not know of each other. It is a deque used as a tally, because adding to it and
+taking from it are atomic without a lock that a finaliser could find held.
 """
 
 import os
@@ -22,7 +22,7 @@ _tally: deque[None] = deque()
 
 def _start_afresh() -> None:
     """In a forked child only the forking thread exists, so nothing else is under way."""
-    global _tally  # noqa: PLW0603  work that began before the fork keeps, and ends on, the old tally
+    global _tally  # noqa: PLW0603  work begun before the fork ends on the old tally
     _tally = deque()
 
 
@@ -68,10 +68,10 @@ def working() -> Iterator[None]:
 def resting() -> Iterator[None]:
     """Take one piece of work out of the count while it waits for the program itself.
 
-    A worker thread that calls back into its event loop and waits there is not doing anything real: if it
-    held the clock, what it waits for could never come. Enter and leave this in the event loop, around what
-    the thread waits for: left in the thread, the clock could jump between the answer and the thread's
-    waking up.
+    A worker thread that calls back into its event loop and waits there is not doing anything real:
+    if it held the clock, what it waits for could never come. Enter and leave this in the event
+    loop, around what the thread waits for: left in the thread, the clock could jump between the
+    answer and the thread's waking up.
 
     Yields:
         Nothing; the work is counted again when the block ends.

@@ -2,15 +2,18 @@
 
 import logging
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from streamoff.errors import JobClosedError, NoSpaceError, ScratchError, UsageError
+from streamoff.scratch import space
 from streamoff.scratch.directory import RootDirectory, scratch_base
 from streamoff.scratch.janitor import JANITOR
 from streamoff.scratch.lease import State, judge
 from streamoff.scratch.names import RootName, Stage
+from streamoff.scratch.space import filesystem
 
 from .helpers import in_child, tmpfs
 
@@ -202,3 +205,38 @@ def test_a_full_disk_leaves_no_half_made_root(tmp_path: Path) -> None:
         with pytest.raises(NoSpaceError):
             RootDirectory.create("job", mount, ram_backed="allow")
         assert [entry.name for entry in mount.iterdir()] == ["ballast"]
+
+
+def test_a_base_that_became_immutable_is_reported_and_keeps_the_root(tmp_path: Path) -> None:
+    """Neither making nor burying succeeds; the errors say why, and the root stays live and whole."""
+    root = RootDirectory.create("job", tmp_path)
+    if subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
+        root.bury()
+        pytest.skip("immutable directories are not possible here")
+    try:
+        with pytest.raises(ScratchError, match="not permitted"):
+            RootDirectory.create("other", tmp_path)
+        with pytest.raises(ScratchError, match="not permitted"):
+            root.bury()
+        assert judge(root.path).state is State.LIVE
+        assert root.new_transfer().is_dir()
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path], check=True)
+    assert judge(root.bury()).state is State.DEAD
+
+
+def test_locks_that_are_not_shared_are_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a network file system the first root warns that only silence tells the dead; later ones do not."""
+    table = tmp_path / "mountinfo"
+    kind = f" - {filesystem(tmp_path).kind} ".encode()
+    table.write_bytes(Path("/proc/self/mountinfo").read_bytes().replace(kind, b" - nfs4 "))
+    monkeypatch.setattr(space, "_TABLE", table)
+    base = tmp_path / "share"
+    base.mkdir()
+    for _ in range(2):
+        RootDirectory.create("job", base).bury()
+    (record,) = caplog.records
+    assert "nfs4" in record.getMessage()
+    assert "600 s" in record.getMessage()

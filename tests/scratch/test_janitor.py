@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,13 @@ def test_directories_are_removed_in_order_and_counted(tmp_path: Path) -> None:
     """Each queued directory goes, its callback is called then, and the counts say so."""
     before = JANITOR.statistics()
     order: list[str] = []
+
+    def note(path: Path) -> None:
+        order.append(f"{path.name}{path.exists()}")
+
     for name in "abc":
         path = tree(tmp_path / name)
-        JANITOR.reclaim(path, lambda path=path: order.append(f"{path.name}{path.exists()}"))
+        JANITOR.reclaim(path, partial(note, path))
     assert JANITOR.idle(LONG)
     after = JANITOR.statistics()
     assert order == ["aFalse", "bFalse", "cFalse"]
@@ -68,7 +73,7 @@ def test_waiting_for_a_path_tells_whether_it_is_gone(tmp_path: Path) -> None:
 def test_a_wait_that_is_too_short_is_false(tmp_path: Path) -> None:
     """While an errand before it holds the thread, waiting ends at its time with false."""
     blocked = threading.Event()
-    JANITOR.reclaim(tree(tmp_path / "a"), lambda: blocked.wait(LONG) and None)
+    JANITOR.reclaim(tree(tmp_path / "a"), lambda: blocked.wait(LONG))
     later = tree(tmp_path / "b")
     JANITOR.reclaim(later)
     assert not JANITOR.wait(later, 0.01)
@@ -97,7 +102,7 @@ def test_errands_count_as_work_until_they_are_done(tmp_path: Path) -> None:
     assert JANITOR.idle(LONG)
     before = at_work()
     blocked = threading.Event()
-    JANITOR.reclaim(tree(tmp_path / "a"), lambda: blocked.wait(LONG) and None)
+    JANITOR.reclaim(tree(tmp_path / "a"), lambda: blocked.wait(LONG))
     assert at_work() == before + 1
     blocked.set()
     assert JANITOR.idle(LONG)
@@ -169,7 +174,7 @@ def test_a_forked_child_has_a_janitor_of_its_own(tmp_path: Path) -> None:
     """A child inherits no errands and no counts, and can start and use its own thread."""
     blocked = threading.Event()
     kept = tree(tmp_path / "kept")
-    JANITOR.reclaim(tree(tmp_path / "first"), lambda: blocked.wait(LONG) and None)
+    JANITOR.reclaim(tree(tmp_path / "first"), lambda: blocked.wait(LONG))
     JANITOR.reclaim(kept)
 
     def child() -> None:
@@ -242,7 +247,7 @@ def test_failures_are_remembered_up_to_a_bound(tmp_path: Path) -> None:
 def test_pending_work_survives_a_slow_disk(tmp_path: Path) -> None:
     """Queueing returns at once although the thread is busy; nothing is lost."""
     blocked = threading.Event()
-    JANITOR.reclaim(tmp_path / "none", lambda: blocked.wait(LONG) and None)
+    JANITOR.reclaim(tmp_path / "none", lambda: blocked.wait(LONG))
     for n in range(100):
         JANITOR.reclaim(tree(tmp_path / f"{n}"))
     assert JANITOR.statistics().pending >= 100

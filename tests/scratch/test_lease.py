@@ -159,12 +159,17 @@ def test_a_pid_that_no_process_can_have_is_gone(tmp_path: Path, pid: int) -> Non
     assert judge(lay_root(tmp_path, owner)).state is State.DEAD
 
 
-@pytest.mark.parametrize("field", ["boot", "namespace"])
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        dataclasses.replace(Owner.current("job"), boot="elsewhere"),
+        dataclasses.replace(Owner.current("job"), namespace="elsewhere"),
+    ],
+)
 def test_an_owner_of_another_boot_or_namespace_dies_of_silence_only(
-    tmp_path: Path, field: str
+    tmp_path: Path, stranger: Owner
 ) -> None:
     """Who cannot be asked lives until untouched for ten minutes, whatever its pid means here."""
-    stranger = dataclasses.replace(gone_owner(), **{field: "elsewhere"})
     assert judge(lay_root(tmp_path, stranger, untouched=EXPIRY - 60)).state is State.LIVE
     silent = judge(lay_root(tmp_path, stranger, untouched=EXPIRY + 60))
     assert silent.state is State.DEAD

@@ -1,7 +1,7 @@
 """Small files by which processes on one machine tell each other things: read whole, replaced whole.
 
-The bytes are few, so what counts is that a reader never sees half of them, that a hostile or broken file
-costs neither memory nor a thread, and that a cancelled writer leaves nothing behind.
+The bytes are few, so what counts is that a reader never sees half of them, that a hostile or broken
+file costs neither memory nor a thread, and that a cancelled writer leaves nothing behind.
 """
 
 import asyncio
@@ -71,9 +71,11 @@ async def write_control_file(path: Path, data: bytes, *, limit: int = CONTROL_FI
 
     Raises:
         LimitError: It is longer. Nothing was written.
-        ScratchError: It cannot be written. The old file, if any, stands, and nothing is left beside it.
+        ScratchError: It cannot be written. The old file, if any, stands, and nothing is left beside
+            it.
 
-    Cancellation: a checkpoint before; once begun, the file is written and the cancellation shows after.
+    Cancellation: a checkpoint before; once begun, the file is written and the cancellation shows
+        after.
     """
     if len(data) > limit:
         raise LimitError(
@@ -133,8 +135,8 @@ def _opener(path: str, flags: int) -> int:
 async def _unabandoned(fn: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]], *args: *Ts) -> T:
     """Await file work to its end: aiofiles leaves its thread behind when it is cancelled.
 
-    A shield keeps out the cancellation of scopes. Cancelling the asyncio task itself passes any shield, so
-    there the work is a task of its own.
+    A shield keeps out the cancellation of scopes. Cancelling the asyncio task itself passes any
+    shield, so there the work is a task of its own.
     """
     await anyio.lowlevel.checkpoint()
     with working(), anyio.CancelScope(shield=True):

@@ -37,7 +37,8 @@ def scratch_base(base: Path | str | None = None) -> Path:
     """Where job roots are made: an existing directory, resolved.
 
     Args:
-        base: The directory; None for the rules of :mod:`tempfile` (``TMPDIR``, then ``/tmp`` and so on).
+        base: The directory; None for the rules of :mod:`tempfile` (``TMPDIR``, then ``/tmp`` and so
+            on).
 
     Raises:
         ScratchError: It is not a directory. It is not made on demand: a mount that is missing would
@@ -84,12 +85,13 @@ class RootDirectory:
         Args:
             job: The job id; recorded in the lease as it is, sanitised in the name.
             base: See `scratch_base`.
-            ram_backed: What to do if the file system is memory: log a warning (once per mount), refuse,
-                or nothing.
+            ram_backed: What to do if the file system is memory: log a warning (once per mount),
+                refuse, or nothing.
 
         Raises:
             UsageError: Not a job id, or not one of the three settings.
-            ScratchError: The directory cannot be made, or is memory and that is refused. Nothing is left.
+            ScratchError: The directory cannot be made, or is memory and that is refused. Nothing is
+                left.
             NoSpaceError: The disk is full. Nothing is left.
         """
         if ram_backed not in ("warn", "refuse", "allow"):
@@ -100,8 +102,9 @@ class RootDirectory:
         _check_ram(where, parent, ram_backed)
         if not where.shares_flock:
             _warn_once(
-                f"scratch directory {parent} is on {where.kind} (mounted at {where.mount}), where locks may not be "
-                f"shared: roots of other machines count as dead after {EXPIRY:.0f} s without a sign of life"
+                f"scratch directory {parent} is on {where.kind} (mounted at {where.mount}), where "
+                f"locks may not be shared: roots of other machines count as dead after "
+                f"{EXPIRY:.0f} s without a sign of life"
             )
         hidden, path = parent / str(name), parent / str(name.at(Stage.PLACED))
         try:
@@ -143,8 +146,8 @@ class RootDirectory:
             raise _refused(error, "cannot make a transfer directory", path) from error
         return path
 
-    def reclaim(self, path: Path, freed: Callable[[], None] | None = None) -> None:
-        """Hand a transfer directory to the janitor. Safe in finalisers; does nothing in a forked child.
+    def reclaim(self, path: Path, freed: Callable[[], object] | None = None) -> None:
+        """Hand a transfer directory to the janitor; safe in finalisers, nothing in a forked child.
 
         Args:
             path: A directory made by :meth:`new_transfer`.
@@ -157,7 +160,8 @@ class RootDirectory:
         """Say that the owner is alive; owed every 30 s (`TOUCH_EVERY`).
 
         Raises:
-            OSError: The file system refuses; where locks are not shared, ten minutes of that are death.
+            OSError: The file system refuses; where locks are not shared, ten minutes of that are
+                death.
         """
         self._lease.touch()
 

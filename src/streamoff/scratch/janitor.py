@@ -1,8 +1,8 @@
 """The one thread of a process that removes directories.
 
-Unlinking takes a quarter of a second per GiB, so it happens neither on an event loop nor in a finaliser: both
-only put a path on a queue. The queue is the one kind that may be used from a finaliser, which can run at any
-point of any thread, even while that thread holds a lock.
+Unlinking takes a quarter of a second per GiB, so it happens neither on an event loop nor in a
+finaliser: both only put a path on a queue. The queue is the one kind that may be used from a
+finaliser, which can run at any point of any thread, even while that thread holds a lock.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from streamoff.scratch.removal import remove
 __all__ = ["EXIT_GRACE", "JANITOR", "Janitor", "JanitorStatistics"]
 
 EXIT_GRACE: Final = 5.0
-"""Seconds that a process waits at its exit for what is queued; the next reaper finds what is left."""
+"""Seconds that a process waits at its exit for what is queued; a reaper finds what is left."""
 
 _REMEMBERED: Final = 16
 
@@ -51,18 +51,18 @@ class JanitorStatistics:
 @dataclass(frozen=True, slots=True)
 class _Errand:
     path: Path
-    freed: Callable[[], None] | None
+    freed: Callable[[], object] | None
     work: Work | None
 
 
 class Janitor:
-    """A queue of directories and the daemon thread that removes them, one at a time and in order."""
+    """A queue of directories and the daemon thread that removes them, one by one and in order."""
 
     def __init__(self) -> None:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Begin with nothing; also in a forked child, which has neither the thread nor its errands."""
+        """Begin with nothing; also in a forked child, which has neither thread nor errands."""
         self._queue: SimpleQueue[_Errand | threading.Event] = SimpleQueue()
         self._pending: deque[None] = deque()  # a tally that needs no lock
         self._failures: deque[tuple[Path, str]] = deque(maxlen=_REMEMBERED)
@@ -79,11 +79,11 @@ class Janitor:
                 )
                 self._thread.start()
 
-    def reclaim(self, path: Path, freed: Callable[[], None] | None = None) -> None:
+    def reclaim(self, path: Path, freed: Callable[[], object] | None = None) -> None:
         """Queue a directory for removal and return at once.
 
-        Safe in finalisers: takes no lock, logs nothing, starts no thread. If the thread was never started
-        (making a job root starts it), the errand waits until it is.
+        Safe in finalisers: takes no lock, logs nothing, starts no thread. If the thread was never
+        started (making a job root starts it), the errand waits until it is.
 
         Args:
             path: A directory that nobody uses any more; it may be gone already.

@@ -1,10 +1,11 @@
 """Who owns a job root, and whether that owner is still there.
 
-A lock alone does not tell: a forked child keeps the lock of a dead owner, and can free the lock of a live
-one. So a root is dead only when its lock is free **and** its owner is gone: on the same boot and in the same
-pid namespace when that process is gone (same pid *and* start time, since pids are recycled), otherwise when
-the lease was not touched for ten minutes. Where locks are not shared between the processes that see the file
-(network, FUSE, 9p) only the second half counts. A doubt is always decided for the owner.
+A lock alone does not tell: a forked child keeps the lock of a dead owner, and can free the lock of
+a live one. So a root is dead only when its lock is free **and** its owner is gone: on the same boot
+and in the same pid namespace when that process is gone (same pid *and* start time, since pids are
+recycled), otherwise when the lease was not touched for ten minutes. Where locks are not shared
+between the processes that see the file (network, FUSE, 9p) only the second half counts. A doubt is
+always decided for the owner.
 """
 
 import errno
@@ -103,7 +104,7 @@ class Owner:
 
     @property
     def askable(self) -> bool:
-        """Whether this process can find out if the owner is alive: same boot, same pid namespace."""
+        """Whether this process can find out if the owner lives: same boot and pid namespace."""
         here = (_boot_id(), _pid_namespace())
         return all(here) and here == (self.boot, self.namespace)
 
@@ -150,8 +151,8 @@ def _pid_namespace() -> str:
 class Lease:
     """The lock and the record that keep a root alive; held by the process that made it.
 
-    The descriptor is closed on exec, so programs that the owner starts do not keep the lock. Forked children
-    do, until they end.
+    The descriptor is closed on exec, so programs that the owner starts do not keep the lock. Forked
+    children do, until they end.
     """
 
     def __init__(self, fd: int, owner: Owner) -> None:
@@ -162,11 +163,12 @@ class Lease:
     def take(cls, directory: Path, job: str) -> Self:
         """Put a lease of this process into a directory that nobody else uses yet.
 
-        The file appears under its name only when it is locked and whole, so that who reads it never sees
-        a lease without its owner.
+        The file appears under its name only when it is locked and whole, so that who reads it never
+        sees a lease without its owner.
 
         Raises:
-            OSError: It cannot be written or is there already. A part of it may be left in the directory.
+            OSError: It cannot be written or is there already. A part of it may be left in the
+                directory.
         """
         owner = Owner.current(job)
         part, name = directory / LEASE_PART, directory / LEASE
@@ -231,7 +233,8 @@ class Claim:
 
     Args:
         judgement: What was found.
-        directory: Open descriptor of the directory, valid while the claim lasts; -1 if it is foreign.
+        directory: Open descriptor of the directory, valid while the claim lasts; -1 if it is
+            foreign.
     """
 
     judgement: Judgement
@@ -245,9 +248,9 @@ def judge(path: Path) -> Judgement:
         path: Any path; the last component is not followed if it is a symbolic link.
 
     Returns:
-        The judgement; it may be out of date a moment later. Nothing on disk is changed, except that for
-        an owner that cannot be asked an unnamed file is made beside the root, to read the file system's
-        clock.
+        The judgement; it may be out of date a moment later. Nothing on disk is changed, except that
+        for an owner that cannot be asked an unnamed file is made beside the root, to read the file
+        system's clock.
     """
     with claim(path, exclusive=False) as claimed:
         return claimed.judgement

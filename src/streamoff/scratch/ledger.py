@@ -1,8 +1,8 @@
 """How many bytes of scratch a job may use, and does.
 
-A charge is made when a header is accepted, before anything is written, and released when the bytes are gone
-from disk. Releasing takes no lock, because it may happen in a finaliser: what is returned is put on a deque
-and counted by the next who looks.
+A charge is made when a header is accepted, before anything is written, and released when the bytes
+are gone from disk. Releasing takes no lock, because it may happen in a finaliser: what is returned
+is put on a deque and counted by the next who looks.
 """
 
 import threading
@@ -79,9 +79,9 @@ class Ledger:
     def charge(self, nbytes: int, what: str) -> Charge:
         """Account for bytes that are about to be written.
 
-        The free space is compared at this moment. A landing that allocates at once makes it real; where
-        the file system cannot allocate, landings that were admitted together can still run out together,
-        and then fail with `NoSpaceError` themselves.
+        The free space is compared at this moment. A landing that allocates at once makes it real;
+        where the file system cannot allocate, landings that were admitted together can still run
+        out together, and then fail with `NoSpaceError` themselves.
 
         Args:
             nbytes: Bytes, >= 0.

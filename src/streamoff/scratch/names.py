@@ -1,12 +1,12 @@
 """How job roots are named, and reading a name back.
 
-====================================================  ==================================================
+====================================================  ============================================
 name                                                  what it is
-====================================================  ==================================================
+====================================================  ============================================
 ``.new-streamoff_tensor_offload_<job>_<random>``      being made; renamed once its lease is held
 ``streamoff_tensor_offload_<job>_<random>``           a job root
-``.gone-streamoff_tensor_offload_<job>_<random>``     buried by its owner or a reaper; anyone may remove it
-====================================================  ==================================================
+``.gone-streamoff_tensor_offload_<job>_<random>``     buried: anybody may remove it
+====================================================  ============================================
 """
 
 import re
@@ -29,7 +29,8 @@ MAX_JOB: Final = 255
 _STEM: Final = "streamoff_tensor_offload"
 _SLUG: Final = 48
 _NAME: Final = re.compile(
-    rf"(?P<stage>\.new-|\.gone-|){_STEM}_(?P<slug>[A-Za-z0-9_-]{{1,{_SLUG}}})_(?P<token>[0-9a-f]{{16}})"
+    rf"(?P<stage>\.new-|\.gone-|){_STEM}"
+    rf"_(?P<slug>[A-Za-z0-9_-]{{1,{_SLUG}}})_(?P<token>[0-9a-f]{{16}})"
 )
 
 
@@ -45,7 +46,8 @@ def check_job(job: str) -> str:
     """Validate a job id where it enters.
 
     Args:
-        job: 1 to 255 printable characters; anything else about it is free, the name on disk is sanitised.
+        job: 1 to 255 printable characters; anything else about it is free, the name on disk is
+            sanitised.
 
     Returns:
         The job id, unchanged.
@@ -66,7 +68,8 @@ class RootName:
 
     Args:
         stage: Being made, in place or buried.
-        slug: The job id with everything but letters, digits, ``-`` and ``_`` replaced, at most 48 characters.
+        slug: The job id with everything but letters, digits, ``-`` and ``_`` replaced, at most 48
+            characters.
         token: 16 random hexadecimal digits.
     """
 

@@ -1,8 +1,8 @@
 """Finding and reclaiming the roots of owners that are gone.
 
-A crash runs no cleanup: what it leaves is found by name and judged by its lease. Several reapers may be at work in
-one place: the one that holds the lease's lock renames the root to its gone name, and what has such a name may be removed by
-all of them at once.
+A crash runs no cleanup: what it leaves is found by name and judged by its lease. Several reapers
+may be at work in one place: the one that holds the lease's lock renames the root to its gone name,
+and what has such a name may be removed by all of them at once.
 """
 
 import errno
@@ -30,7 +30,8 @@ class RootStatus:
 
     Args:
         path: Where it is (or was, if it was reclaimed).
-        job: The job id as its owner gave it; the sanitised one of the name if the lease does not tell.
+        job: The job id as its owner gave it; the sanitised one of the name if the lease does not
+            tell.
         judgement: Live, dead or foreign, with the reason, the owner and the age.
         usage: Files, directories and disk space in it; zeros for what may not be read.
     """
@@ -96,8 +97,8 @@ def survey(base: Path | str | None = None) -> tuple[RootStatus, ...]:
 def reclaim(base: Path | str | None = None) -> ReclaimReport:
     """Remove every dead root in a scratch directory, and nothing else; blocks.
 
-    Safe at any time, in any number of processes: a live root is never touched, nor is a directory that
-    merely has the name of one. No symbolic link is followed.
+    Safe at any time, in any number of processes: a live root is never touched, nor is a directory
+    that merely has the name of one. No symbolic link is followed.
 
     Args:
         base: See `scratch_base`.

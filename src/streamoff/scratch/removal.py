@@ -1,8 +1,8 @@
 """Removing a directory for good, while others may still add to it or remove from it.
 
-Everything is done relative to open directories and no symbolic link is followed, so nobody can lead a removal
-out of its tree. It does not cross into another file system. What changes under it is tried again, a bounded
-number of times.
+Everything is done relative to open directories and no symbolic link is followed, so nobody can lead
+a removal out of its tree. It does not cross into another file system. What changes under it is
+tried again, a bounded number of times.
 """
 
 import errno
@@ -66,7 +66,7 @@ class _Sweep:
         self.obstacle: OSError | None = None
 
     def sweep(self, path: Path) -> None:
-        """Try once; obstacles inside are noted and passed by, so that one does not keep the rest."""
+        """Try once; obstacles inside are noted and passed by, so that one does not keep all."""
         self.obstacle = None
         directory = os.open(path, _DIRECTORY)
         try:
@@ -124,8 +124,8 @@ class _Sweep:
 def remove(path: Path) -> Removal:
     """Remove a directory and all that is in it; blocks, and is meant for a thread.
 
-    A file called ``.lease`` at its top goes last. A directory that is not there is a removal that is done.
-    A symbolic link or a file in the place of the directory is left as it is.
+    A file called ``.lease`` at its top goes last. A directory that is not there is a removal that
+    is done. A symbolic link or a file in the place of the directory is left as it is.
 
     Args:
         path: A directory of ours. Its parents are trusted.

@@ -1,7 +1,7 @@
 """What kind of file system a path is on, and how much room it has.
 
-The mount table is read from ``/proc/self/mountinfo``. Where there is none (macOS) the kind is unknown, and
-what is unknown is neither taken for RAM nor trusted to share its locks.
+The mount table is read from ``/proc/self/mountinfo``. Where there is none (macOS) the kind is
+unknown, and what is unknown is neither taken for RAM nor trusted to share its locks.
 """
 
 import os
@@ -19,7 +19,7 @@ UNKNOWN: Final = "unknown"
 
 _IN_RAM: Final = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "rootfs", "tmpfs"})
 _SHARES_FLOCK: Final = _IN_RAM | {
-    # Local file systems, where flock(2) is one table in one kernel. Everything else (nfs, cifs, 9p, fuse,
+    # Local file systems, where flock(2) is one table in one kernel. The rest (nfs, cifs, 9p, fuse,
     # virtiofs, cluster file systems and whatever is invented next) may keep locks to one client.
     *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay"),
     *("reiserfs", "xfs", "zfs"),
@@ -33,7 +33,8 @@ class Filesystem:
     """Where a path lives.
 
     Args:
-        kind: The kernel's name, e.g. ``"ext4"``, ``"fuse.sshfs"``; ``"unknown"`` without a mount table.
+        kind: The kernel's name, e.g. ``"ext4"``, ``"fuse.sshfs"``; ``"unknown"`` without a mount
+            table.
         mount: The mount point.
         ram_backed: Whether its bytes are memory, so that landing there saves nothing.
         shares_flock: Whether every process that sees the file also sees its lock.
@@ -114,7 +115,7 @@ def filesystem(path: Path) -> Filesystem:
 
 
 def _find(table: Iterable[Mount], real: str, mount_id: int | None) -> Mount | None:
-    """The mount with this id; without one the longest mount point above ``real``, the last of equals."""
+    """The mount with this id; without one the longest point above ``real``, the last of equals."""
     best: Mount | None = None
     for mount in table:
         if mount.id == mount_id:
@@ -126,7 +127,7 @@ def _find(table: Iterable[Mount], real: str, mount_id: int | None) -> Mount | No
 
 
 def _mount_id(real: str) -> int | None:
-    """The kernel's own answer, which also holds where a later mount hides an earlier, deeper one."""
+    """The kernel's own answer, which holds also where a later mount hides a deeper one."""
     with suppress(OSError, ValueError, AttributeError):
         fd = os.open(real, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -162,8 +163,8 @@ def free_space(path: Path) -> int | None:
     """How many bytes an ordinary user may still write to the file system of ``path``.
 
     Returns:
-        Bytes; None if that is unknown: the file system reports no size at all (ramfs, some network file
-        systems) or does not answer. Unknown is not zero.
+        Bytes; None if that is unknown: the file system reports no size at all (ramfs, some network
+        file systems) or does not answer. Unknown is not zero.
     """
     try:
         room = os.statvfs(path)
