@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from streamoff.errors import GoneError, NoSpaceError, SourceFailedError, TransferTimeoutError
 from streamoff.machines import (
@@ -13,7 +13,7 @@ from streamoff.machines import (
     serving as s,
     transaction as t,
 )
-from streamoff.machines.cells import Machine
+from streamoff.machines.cells import Machine, Record
 from streamoff.types import Address, Budgets, ByteRange, Capability, RangeSet, Ref, Slot
 
 BUDGETS = Budgets()
@@ -36,7 +36,11 @@ def ticket(index: int) -> bytes:
     return bytes([index + 1]) * 16
 
 
-def run(machine: Machine[Any, Any, Any, Any], record: Any, *events: object) -> Any:
+R = TypeVar("R", bound=Record)
+E = TypeVar("E")
+
+
+def run(machine: Machine[Any, R, Any, E], record: R, *events: E) -> R:
     """The record after ``events``."""
     for event in events:
         record, _ = machine.step(record, event)

@@ -288,6 +288,7 @@ def test_a_flapping_link_does_not_keep_a_download_for_ever(period: float) -> Non
 def test_a_receiver_gives_up_before_its_producer_does() -> None:
     """Whatever the mix of slow answers and stalls, the receiver's end comes before the idle budget."""
     seat = Seat(DownloadState.STREAMING)
+    due: float | None = None
     while not seat.record.ended:
         due = d.next_tick(seat.record)
         assert due is not None

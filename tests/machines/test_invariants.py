@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ def _lying() -> Any:
     return replace(desk.record, outcome=replace(desk.outcome, status=OutcomeStatus.COMPLETED))
 
 
-BROKEN = {
+BROKEN: dict[str, tuple[Callable[[Any, tuple[str, ...]], None], object]] = {
     "acquired by nobody": (
         invariants.check_serving,
         replace(samples.serving(P.ACQUIRED), bound=None),

@@ -104,6 +104,7 @@ def test_removal_is_bounded_by_size() -> None:
 def test_the_wait_at_the_end_is_window_plus_grace(window: float) -> None:
     """If nobody ever stops, the root is left after the window and the cut grace, not later."""
     record, _ = play(j.JobRoot("job-7", window), j.Closed(0.0))
+    last = 0.0
     while (due := j.next_tick(record)) is not None:
         event = j.classify_tick(record, due, ("fold",))
         assert event is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 
@@ -19,7 +20,7 @@ SOURCE = Address("site-1.job-7.trainer")
 
 
 def play(
-    until: float, events: dict[float, n.NoticeEvent]
+    until: float, events: Mapping[float, n.NoticeEvent]
 ) -> tuple[n.Notice, dict[float, list[str]]]:
     """Start at 0 s, let clocks fire and ``events`` happen; when each effect came out."""
     record, effects = NOTICE.step(n.Notice(samples.SERVER), n.Started(0.0))
