@@ -16,11 +16,11 @@ from streamoff.fl.aggregation import (
     Contribution,
     EngineName,
     Kind,
+    NewWriter,
     Policies,
     Terms,
     open_engine,
 )
-from streamoff.tensors.layout import Layout
 from streamoff.tensors.lazy import LazyStateDict, open_state
 from streamoff.tensors.state import MemoryState, State
 from streamoff.tensors.writer import FileWriter, MemoryWriter
@@ -81,7 +81,7 @@ def aggregate(
     engine: EngineName,
     agreed: Terms,
     contributions: Iterable[Contribution],
-    new_writer: type[MemoryWriter] = MemoryWriter,
+    new_writer: NewWriter = MemoryWriter,
 ) -> AggregationResult:
     """A whole round, into memory."""
     with open_engine(engine, agreed) as opened:
@@ -124,10 +124,6 @@ def tolerance(values: Sequence[float]) -> float:
     return math.ldexp(2 * len(values) + 4, -24) * max(map(abs, values)) + 1e-44
 
 
-def to_file(path: Path) -> type[FileWriter]:
+def to_file(path: Path) -> NewWriter:
     """A writer factory for a result file."""
-
-    def new(layout: Layout) -> FileWriter:
-        return FileWriter(path, layout)
-
-    return new  # type: ignore[return-value]  # called like the class
+    return lambda layout: FileWriter(path, layout)

@@ -30,6 +30,7 @@ Bytes = NDArray[np.uint8]
 _FLOATS: Final = frozenset(
     {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 )
+"""Not F8_E8M0: it holds the scales of other tensors' blocks, and a mean of scales scales nothing."""
 _INTEGERS: Final[dict[str, np.dtype[Any]]] = {
     name: np.dtype(code)
     for name, code in {
@@ -107,8 +108,8 @@ def method_of(spec: TensorSpec, policies: Policies, *, diff: bool) -> Method:
         return Method(dtype, Rule.MEAN, "F64" if wide else "F32", diff=diff)
     if dtype not in _INTEGERS:
         raise DtypeError(
-            "no arithmetic for this dtype",
-            expected="a dtype that converts to float32 on the CPU",
+            "no mean in this dtype",
+            expected="integers, bools, or numbers that convert to float32 on the CPU and back",
             got=spec.dtype,
             hint="Exclude the key; it then keeps its previous value",
             tensor=spec.name,
@@ -224,6 +225,8 @@ class Method:
 
     def finite(self, values: Bytes, dtype: str, scratch: Bytes) -> bool:
         """Whether no element of ``dtype`` is NaN or infinite in the accumulator's dtype."""
+        if self.rule is not Rule.MEAN:
+            return True
         given = _floats(values, dtype)
         if dtype != self.accumulator:
             part = scratch[: given.numel() * self.width]

@@ -20,7 +20,7 @@ from streamoff.tensors.layout import Layout
 from streamoff.tensors.state import State
 from streamoff.types import MIB, TensorSpec
 
-__all__ = ["BLOCK_BYTES", "Block", "Piece", "Segment", "blocks", "fill", "fold"]
+__all__ = ["BLOCK_BYTES", "Block", "Piece", "Segment", "blocks", "fill", "fold", "inspect"]
 
 BLOCK_BYTES: Final = 4 * MIB
 """No buffer of an engine is larger."""
@@ -215,6 +215,19 @@ def fold(
             method.fold(into, part.raw, part.dtype, weight, scratch, first=first, check=check)
         except NonfiniteError:
             raise NonfiniteError(_culprit(method, block, part, scratch)) from None
+
+
+def inspect(block: Block, parts: list[Segment], scratch: Bytes) -> None:
+    """Look for NaN and infinity in what :func:`fill` read.
+
+    Raises:
+        NonfiniteError: With the key.
+    """
+    method = block.method
+    assert method is not None
+    for part in parts:
+        if not method.finite(part.raw, part.dtype, scratch):
+            raise NonfiniteError(_culprit(method, block, part, scratch))
 
 
 def _culprit(method: Method, block: Block, part: Segment, scratch: Bytes) -> str:

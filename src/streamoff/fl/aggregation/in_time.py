@@ -2,7 +2,9 @@
 
 Memory is one accumulator per element of the model plus three buffers of at most 4 MiB. Sums depend on
 the order of arrival in their last bits; in the order of the sites' names they are those of ``columnar``.
-What has been added cannot be taken out again, so a contribution that fails half way costs the round.
+What has been added cannot be taken out again, so a contribution is read twice: it is looked at to the end
+before its first block is added, unless NaN and infinity are allowed. A read that fails after that costs the
+round.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 
 from streamoff.errors import AggregationError, StreamoffError
 from streamoff.fl.aggregation.arithmetic import Bytes, NonfiniteError, Rule
-from streamoff.fl.aggregation.blocks import BLOCK_BYTES, Block, blocks, fill, fold
+from streamoff.fl.aggregation.blocks import BLOCK_BYTES, Block, blocks, fill, fold, inspect
 from streamoff.fl.aggregation.contribution import Contribution
 from streamoff.fl.aggregation.engine import EngineName, NewWriter, Stop, never_stop
 from streamoff.fl.aggregation.intake import READ_FAILURES, Intake, Terms, nonfinite
@@ -130,10 +132,13 @@ class InTime:
         same = state.layout.specs == self._intake.layout.specs
         wanted = [block for block in self._wanted(site) if not self._outvoted(block, site)]
         with ReadAhead(BLOCK_BYTES) as ahead:
-            reads = ahead.each(partial(fill, state, block, same=same) for block in wanted)
-            for block in wanted:
+            reads = [partial(fill, state, block, same=same) for block in wanted]
+            if self._intake.check_values:
+                for block, parts in zip(wanted, ahead.each(reads), strict=True):
+                    stop()
+                    inspect(block, parts, self._scratch)
+            for block, parts in zip(wanted, ahead.each(reads), strict=True):
                 stop()
-                parts = next(reads)
                 self._rescale(exponent)
                 self._touched |= len(parts) > 1
                 fold(
@@ -143,7 +148,7 @@ class InTime:
                     weight,
                     self._scratch,
                     first=self._tallies[block.group].first is None,
-                    check=self._intake.check_values,
+                    check=False,
                 )
                 self._touched = True
 
