@@ -22,7 +22,7 @@ PAUSES: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds between attempts; their number is the number of retries."""
 
 MAX_DEPTH: Final = 64
-"""Nested directories that a removal descends; each level holds one descriptor."""
+"""Nested directories that a removal descends; each level holds two descriptors."""
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRANSIENT: Final = frozenset(
