@@ -1,0 +1,574 @@
+"""The receiver's shell: one transfer, from the first open to the confirmation.
+
+A transfer is a machine record, a landing and one task. Frames, timers and link changes step the record at
+once; what blocks (checking a header, landing a chunk, finishing) happens in the task, one thread hop per
+chunk, and small payloads in one hop in all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+import xxhash
+
+from streamoff.errors import (
+    GoneError,
+    IntegrityError,
+    InvariantError,
+    LandingError,
+    LimitError,
+    PeerRefusedError,
+    SourceChangedError,
+    SourceFailedError,
+    StreamoffError,
+    UsageError,
+)
+from streamoff.machines import download as m
+from streamoff.machines.download import DOWNLOAD, Download, DownloadState
+from streamoff.machines.story import Story
+from streamoff.runtime.link import Inbound
+from streamoff.runtime.resources import Resources
+from streamoff.runtime.threads import run_in_thread
+from streamoff.runtime.timers import Timer, Timers
+from streamoff.tensors.digests import chunk_digest
+from streamoff.tensors.landing import Landing
+from streamoff.tensors.layout import Layout, parse
+from streamoff.tensors.state import State
+from streamoff.types import CHUNK_BYTES, Address, Budgets, ByteRange, Capability, RangeSet, Ref
+from streamoff.wire.frames import (
+    Cancel,
+    Chunk,
+    Confirm,
+    Error,
+    ErrorCode,
+    Hold,
+    Open,
+    Opened,
+    Pull,
+    Routed,
+)
+from streamoff.wire.limits import DEFAULT_LIMITS, clip
+
+__all__ = ["MIN_PULL_BYTES", "Progress", "Terms", "Transfer"]
+
+logger = logging.getLogger("streamoff.downloading")
+
+MIN_PULL_BYTES: Final = 256 * 1024
+"""What is pulled at once on a line that could not bring more in time."""
+GAP_BYTES: Final = 64 * 1024
+"""Unwanted bytes that are pulled along rather than asking twice."""
+INLINE_HEADER_BYTES: Final = 64 * 1024
+"""A header up to this size is parsed on the event loop."""
+
+Progress = Callable[[int, int], object]
+"""Called with (bytes landed, bytes wanted) after every landed range; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the receiver of one transfer wants.
+
+    Args:
+        landing: Makes the landing, in a worker thread, once the header has been accepted; charges quota.
+        names: The tensors wanted; None for all.
+        budgets: The receiver's side counts.
+        accept: Checks the layout before anything is allocated, in a worker thread; raises to refuse.
+        progress: Told about landed ranges.
+    """
+
+    landing: Callable[[Layout], Landing]
+    names: Collection[str] | None = None
+    budgets: Budgets = Budgets()  # noqa: RUF009 - frozen
+    accept: Callable[[Layout], object] | None = None
+    progress: Progress | None = None
+
+
+class Wire:
+    """The endpoint's half of its transfers: stream ids and the way to the links.
+
+    Args:
+        address: The endpoint's own.
+        send: Queues a routed frame.
+    """
+
+    def __init__(self, address: Address, send: Callable[[Routed], None]) -> None:
+        self.address = address
+        self.send = send
+        self.streams: dict[int, Transfer] = {}
+        self._next = 0
+
+    def new_stream(self, transfer: Transfer) -> int:
+        """A stream id of the transfer's next attempt; the former one is void."""
+        self.streams.pop(transfer.stream, None)
+        self._next += 1
+        self.streams[self._next] = transfer
+        return self._next
+
+    def forget(self, transfer: Transfer) -> None:
+        """The transfer has ended."""
+        self.streams.pop(transfer.stream, None)
+
+
+class Transfer:
+    """One download on its way; started by :meth:`run` in a task of its owner's nursery.
+
+    Args:
+        ref: What is pulled.
+        terms: What is wanted.
+        mine: What this end can do.
+        theirs: What the link already knows of the source.
+        resources: Of this event loop.
+        timers: The endpoint's clock.
+        wire: The endpoint's half: queues frames and knows stream ids.
+    """
+
+    def __init__(
+        self,
+        ref: Ref,
+        terms: Terms,
+        *,
+        mine: frozenset[Capability],
+        theirs: frozenset[Capability],
+        resources: Resources,
+        timers: Timers,
+        wire: Wire,
+    ) -> None:
+        self.ref = ref
+        self.terms = terms
+        self.record = Download(ref=ref, budgets=terms.budgets, mine=mine)
+        self.story = Story(f"download {ref.id} from {ref.source}")
+        self.closed = anyio.Event()
+        self.stream = 0
+        self._theirs = theirs
+        self._resources = resources
+        self._wire = wire
+        self._timer: Timer = timers.timer(self._tick)
+        self._wake = anyio.Event()
+        self._inbox: deque[Inbound] = deque()
+        self._asked: dict[int, int] = {}
+        self._pull_bytes = CHUNK_BYTES
+        self._header: bytearray | None = None
+        self._header_digest = b""
+        self._layout: Layout | None = None
+        self._landing: Landing | None = None
+        self._landing_now = False
+        self._state: State | None = None
+
+    # --- for the owner ----------------------------------------------------------------------------
+
+    def cancel(self, reason: str) -> None:
+        """Give up; no-op when it has ended. Never blocks."""
+        self._step(m.CancelRequested(anyio.current_time(), reason))
+
+    def fail(self, error: StreamoffError) -> None:
+        """The source is known to be dead."""
+        self._step(m.Noticed(anyio.current_time(), error))
+
+    def result(self) -> State:
+        """The payload.
+
+        Raises:
+            StreamoffError: The first real cause, with the story of the transfer.
+        """
+        if self.record.cause is not None:
+            raise self.record.cause
+        if self._state is None:
+            raise InvariantError("ended without a payload", story=self.story.lines())
+        return self._state
+
+    async def run(self) -> None:
+        """Drive the transfer to its end; ends by events only, never by cancellation.
+
+        The machine's budgets bound it; a blocking disk call is waited for.
+        """
+        self._resources.active += 1
+        try:
+            with anyio.CancelScope(shield=True):
+                self._step(m.Started(anyio.current_time(), self._theirs))
+                while not self.record.ended:
+                    await self._work()
+                await self._clean_up()
+        finally:
+            self._resources.active -= 1
+            self._timer.cancel()
+            self._wire.forget(self)
+            self._log()
+            self.closed.set()
+
+    # --- events from the endpoint -----------------------------------------------------------------
+
+    def on_opened(self, frame: Opened) -> None:
+        """The source answered."""
+        now = anyio.current_time()
+        error = self._judge(frame)
+        if error is not None:
+            self._step(m.LandingFailed(now, self._located(error)))
+            return
+        self._header_digest = frame.header_digest
+        header = ByteRange(0, frame.header_bytes)
+        self._step(m.Accepted(now, frame.nonce, header, frame.capabilities))
+
+    def _judge(self, frame: Opened) -> StreamoffError | None:
+        if frame.size != self.ref.size:
+            return IntegrityError("another payload", expected=self.ref.size, got=frame.size)
+        if frame.header_bytes > DEFAULT_LIMITS.tensor_header:
+            limit = f"at most {DEFAULT_LIMITS.tensor_header} bytes"
+            return LimitError("safetensors header", expected=limit, got=frame.header_bytes)
+        if self._header_digest not in {b"", frame.header_digest}:
+            return IntegrityError("the payload changed between two attempts")
+        return None
+
+    def on_chunk(self, inbound: Inbound) -> None:
+        """Bytes came; what was not asked for is dropped."""
+        chunk = inbound.frame
+        assert isinstance(chunk, Chunk)
+        if self.record.ended or self._asked.pop(chunk.start, None) != chunk.stop:
+            inbound.release()
+            return
+        self._inbox.append(inbound)
+        self._wake.set()
+
+    def on_error(self, frame: Error) -> None:
+        """The source refuses."""
+        error = _refusal(frame.code, frame.detail)
+        self._step(m.Refused(anyio.current_time(), self._located(error)))
+
+    def on_acked(self) -> None:
+        """The source knows that we have it."""
+        self._step(m.ConfirmAcked(anyio.current_time()))
+
+    def link_lost(self) -> None:
+        """There is no way to the source any more."""
+        self._step(m.LinkLost(anyio.current_time()))
+
+    def link_restored(self) -> None:
+        """There is a way to the source again."""
+        self._step(m.LinkRestored(anyio.current_time()))
+
+    # --- the machine ------------------------------------------------------------------------------
+
+    def _step(self, event: m.DownloadEvent) -> None:
+        before = self.record
+        self.record, effects = DOWNLOAD.step(before, event)
+        after = self.record
+        self.story.tell(event.now, event, before.state, after.state, effects)
+        self._timer.at(m.next_tick(after))
+        for effect in effects:
+            self._carry_out(effect)
+        if before.state is not after.state:
+            self._wake.set()
+
+    def _carry_out(self, effect: m.DownloadEffect) -> None:
+        match effect:
+            case m.SendOpen():
+                self._open()
+            case m.PullMissing():
+                self._pull()
+            case m.SendHold():
+                self._wire.send(
+                    Hold(
+                        to=self.ref.source,
+                        sender=self._wire.address,
+                        stream=self.stream,
+                        seconds=effect.seconds,
+                    )
+                )
+            case m.SendConfirm():
+                self._confirm(effect)
+            case m.SendCancel():
+                self._wire.send(
+                    Cancel(
+                        to=self.ref.source,
+                        sender=self._wire.address,
+                        stream=self.stream,
+                        ref=self.ref.id,
+                        ticket=self.ref.ticket,
+                        reason=clip(effect.reason),
+                    )
+                )
+            case m.Report():
+                if effect.error is not None:
+                    effect.error.story = self.story.lines()
+            case m.Finalise() | m.Discard():
+                self._wake.set()  # the task does it
+
+    def _open(self) -> None:
+        """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
+        self._asked.clear()
+        self.stream = self._wire.new_stream(self)
+        names = None if self.terms.names is None else tuple(self.terms.names)
+        self._wire.send(
+            Open(
+                to=self.ref.source,
+                sender=self._wire.address,
+                stream=self.stream,
+                ref=self.ref.id,
+                ticket=self.ref.ticket,
+                names=names,
+                capabilities=self.record.mine,
+            )
+        )
+
+    def _confirm(self, effect: m.SendConfirm) -> None:
+        self._wire.send(
+            Confirm(
+                to=self.ref.source,
+                sender=self._wire.address,
+                stream=self.stream,
+                ref=self.ref.id,
+                ticket=self.ref.ticket,
+                nonce=self.record.nonce,
+                ok=effect.ok,
+                reason=clip(effect.reason),
+            )
+        )
+
+    def _pull(self) -> None:
+        """Ask for missing ranges up to the window; bytes asked for cost nothing until they come."""
+        window = self._resources.window
+        for start, stop in self._ranges():
+            if len(self._asked) + len(self._inbox) >= window:
+                return
+            self._asked[start] = stop
+            self._wire.send(
+                Pull(
+                    to=self.ref.source,
+                    sender=self._wire.address,
+                    stream=self.stream,
+                    start=start,
+                    stop=stop,
+                )
+            )
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges to ask for next: missing, not asked for, cut to the pull size on a fixed grid."""
+        missing = self.record.missing
+        if self._layout is None and self.terms.names is None and missing:
+            missing = missing.add(ByteRange(0, min(self.ref.size, CHUNK_BYTES)))
+        under_way = RangeSet.of(
+            [
+                *(ByteRange(start, stop) for start, stop in self._asked.items()),
+                *(_range_of(inbound) for inbound in self._inbox),
+            ]
+        )
+        for item in _join(under_way.missing(missing), under_way):
+            start = item.start
+            while start < item.stop:
+                edge = (start // self._pull_bytes + 1) * self._pull_bytes
+                yield start, min(edge, item.stop)
+                start = edge
+
+    def _tick(self) -> None:
+        event = m.classify_tick(self.record, anyio.current_time())
+        if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault():
+            left = self.record.budgets.hold - self.record.held
+            seconds = min(left, self.record.budgets.stall)
+            if seconds > 0:
+                event = m.HoldAsked(event.now, seconds)
+        if isinstance(event, m.Stalled):
+            self._pull_bytes = max(MIN_PULL_BYTES, self._pull_bytes // 4)
+        if event is None:
+            self._timer.at(m.next_tick(self.record))
+        else:
+            self._step(event)
+
+    def _own_fault(self) -> bool:
+        """Whether the wait is for our own disk: then the producer is asked to be patient."""
+        return self.record.state is DownloadState.STREAMING and (
+            self._landing_now or bool(self._inbox)
+        )
+
+    # --- the task ---------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Do one blocking thing, or wait for something to do."""
+        if self.record.state is DownloadState.FINALISING:
+            await self._finalise()
+        elif self._inbox:
+            await self._land(self._inbox.popleft())
+        else:
+            self._wake = anyio.Event()
+            if not self.record.ended:
+                await self._wake.wait()
+
+    async def _land(self, inbound: Inbound) -> None:
+        chunk = inbound.frame
+        assert isinstance(chunk, Chunk)
+        self._landing_now = True
+        try:
+            event = await self._landed(chunk)
+        except (StreamoffError, OSError) as error:
+            event = m.LandingFailed(anyio.current_time(), self._landing_error(error))
+        finally:
+            self._landing_now = False
+            inbound.release()
+        self._pull_bytes = min(CHUNK_BYTES, 2 * self._pull_bytes)
+        self._step(event)
+        if isinstance(event, m.Planned) and not self.record.missing and not self.record.ended:
+            self._step(m.LandedAll(anyio.current_time(), ByteRange(0, 0)))
+        if not isinstance(event, m.LandingFailed):
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        if self.terms.progress is None:
+            return
+        try:
+            self.terms.progress(self.record.landed.nbytes, self.record.wanted.nbytes)
+        except Exception:
+            logger.exception("a progress callback failed")
+
+    async def _landed(self, chunk: Chunk) -> m.DownloadEvent:
+        if self._layout is None:
+            return await self._head(chunk)
+        assert self._landing is not None
+        await run_in_thread(
+            self._landing.write,
+            chunk.start,
+            chunk.body,
+            chunk.digest,
+            limiter=self._resources.landing,
+        )
+        return m.classify_landed(
+            self.record, anyio.current_time(), ByteRange(chunk.start, chunk.stop)
+        )
+
+    async def _head(self, chunk: Chunk) -> m.DownloadEvent:
+        """The first bytes: with the whole header, plan; else keep them and go on."""
+        size = self.record.wanted.ranges[0].stop
+        if self._header is None:
+            self._header = bytearray(size)
+        _copy_into(self._header, chunk)
+        landed = ByteRange(chunk.start, min(chunk.stop, size))
+        if self.record.landed.add(landed).nbytes < size:
+            if chunk_digest(chunk.body) != chunk.digest:
+                raise IntegrityError("chunk damaged on the way", start=chunk.start, stop=chunk.stop)
+            return m.LandedMore(anyio.current_time(), landed)
+        header = bytes(self._header)
+        self._header = None
+        if xxhash.xxh3_128_digest(header) != self._header_digest:
+            raise IntegrityError("the header is not the one that was announced")
+        ranges = await run_in_thread(self._plan, header, chunk, limiter=self._resources.landing)
+        head = ByteRange(0, size)
+        done = RangeSet((head,))
+        if chunk.stop > size:
+            done = done.add(ByteRange(chunk.start, chunk.stop))
+        return m.Planned(anyio.current_time(), ranges.add(head), done)
+
+    def _plan(self, header: bytes, chunk: Chunk) -> RangeSet:
+        """Check the header, make a place, and land what came along with it; in a worker thread."""
+        layout = parse(header, size=self.ref.size)
+        if self.terms.accept is not None:
+            self.terms.accept(layout)
+        names = self.terms.names
+        unknown = [] if names is None else [name for name in names if name not in layout.names]
+        if unknown:
+            raise UsageError("tensors that the payload does not have", got=unknown[:8])
+        landing = self.terms.landing(layout)
+        self._landing = landing
+        ranges = landing.open(layout, names)
+        self._layout = layout
+        if chunk.stop > len(header):
+            landing.write(chunk.start, chunk.body, chunk.digest)
+        head = ByteRange(0, len(header))
+        landed = RangeSet((head,)).add(ByteRange(chunk.start, chunk.stop))
+        if not landed.missing(ranges):
+            self._state = landing.finish()
+        return ranges
+
+    async def _finalise(self) -> None:
+        try:
+            if self._state is None:
+                assert self._landing is not None
+                self._state = await run_in_thread(
+                    self._landing.finish, limiter=self._resources.landing
+                )
+        except (StreamoffError, OSError) as error:
+            self._step(m.LandingFailed(anyio.current_time(), self._landing_error(error)))
+        else:
+            self._step(m.Finalised(anyio.current_time()))
+
+    async def _clean_up(self) -> None:
+        while self._inbox:
+            self._inbox.popleft().release()
+        self._header = None
+        if self.record.state is DownloadState.DONE:
+            return
+        if self._state is not None:
+            self._state.release()
+            self._state = None
+        elif self._landing is not None:
+            await run_in_thread(self._landing.discard, limiter=self._resources.landing)
+        self._landing = None
+
+    def _landing_error(self, error: StreamoffError | OSError) -> StreamoffError:
+        if not isinstance(error, StreamoffError):
+            mapped = LandingError(f"landing failed ({error.strerror})", path=error.filename)
+            mapped.__cause__ = error
+            error = mapped
+        return self._located(error)
+
+    def _located(self, error: StreamoffError) -> StreamoffError:
+        return error.located(site=self.ref.source, ref=self.ref.id)
+
+    def _log(self) -> None:
+        record = self.record
+        if record.cause is None:
+            logger.debug("%s from %s: %d bytes", self.ref.id, self.ref.source, self.ref.size)
+        else:
+            logger.info(
+                "%s from %s %s after %d of %d bytes: %s; nothing left on disk",
+                self.ref.id,
+                self.ref.source,
+                record.state.value,
+                record.landed.nbytes,
+                self.ref.size,
+                record.cause.what,
+            )
+
+
+def _range_of(inbound: Inbound) -> ByteRange:
+    chunk = inbound.frame
+    assert isinstance(chunk, Chunk)
+    return ByteRange(chunk.start, chunk.stop)
+
+
+def _join(ranges: RangeSet, taken: RangeSet) -> RangeSet:
+    """Bridge gaps of at most :data:`GAP_BYTES`, unless what lies between is under way."""
+    joined: list[ByteRange] = []
+    for item in ranges:
+        if joined and item.start - joined[-1].stop <= GAP_BYTES:
+            gap = ByteRange(joined[-1].stop, item.start)
+            if not taken.ranges or not any(
+                one.start < gap.stop and gap.start < one.stop for one in taken
+            ):
+                joined[-1] = ByteRange(joined[-1].start, item.stop)
+                continue
+        joined.append(item)
+    return RangeSet(tuple(joined))
+
+
+def _copy_into(header: bytearray, chunk: Chunk) -> None:
+    at = chunk.start
+    for view in chunk.body:
+        take = min(len(view), len(header) - at)
+        if take <= 0:
+            return
+        header[at : at + take] = view[:take]
+        at += take
+
+
+_REFUSALS: Final[dict[ErrorCode, type[StreamoffError]]] = {
+    ErrorCode.GONE: GoneError,
+    ErrorCode.SOURCE_CHANGED: SourceChangedError,
+    ErrorCode.SOURCE_FAILED: SourceFailedError,
+}
+
+
+def _refusal(code: ErrorCode, detail: str) -> StreamoffError:
+    kind = _REFUSALS.get(code, PeerRefusedError)
+    return kind(f"the source refused ({code.value}): {detail}")

@@ -1,0 +1,617 @@
+"""The endpoint: links, and what travels over them.
+
+An endpoint is an async context manager. Its tasks are its own: a link's reader and writer, one timer task,
+and the supervisors of its jobs are shielded, so that a controller that is being cancelled still gets its
+cancels out. On the way out everything it serves is aborted, everything it downloads is cancelled, and the
+links are flushed and closed, bounded by ``close_timeout``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from streamoff.errors import (
+    HandshakeError,
+    LinkLostError,
+    PeerError,
+    SourceFailedError,
+    StreamoffError,
+    UnexpectedMessageError,
+    UnreachableError,
+)
+from streamoff.machines.notice import NoticeBook
+from streamoff.runtime.downloading import Terms, Transfer, Wire
+from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver
+from streamoff.runtime.messages import Mailbox, MailboxStatistics
+from streamoff.runtime.publishing import (
+    OutcomeCallback,
+    Publisher,
+    PublisherStatistics,
+    Transaction,
+)
+from streamoff.runtime.resources import Resources
+from streamoff.runtime.timers import Timers
+from streamoff.tensors.sources import Source
+from streamoff.tensors.state import State
+from streamoff.types import Address, Budgets, Capability, Ref, Slot
+from streamoff.wire.frames import (
+    Ack,
+    AckOf,
+    Cancel,
+    Chunk,
+    Confirm,
+    Error,
+    Frame,
+    FrameType,
+    Hello,
+    Hold,
+    Message,
+    Notice,
+    Open,
+    Opened,
+    Pull,
+    Routed,
+    Unreachable,
+)
+from streamoff.wire.handshake import judge
+from streamoff.wire.limits import DEFAULT_LIMITS, Limits
+from streamoff.wire.routes import choose, may_speak
+
+__all__ = [
+    "HANDSHAKE_SECONDS",
+    "MAX_INSTANCES",
+    "BaseEndpoint",
+    "ClosesWithEndpoint",
+    "EndpointStatistics",
+    "Listener",
+    "Transport",
+]
+
+logger = logging.getLogger("streamoff.endpoint")
+
+HANDSHAKE_SECONDS: Final = 10.0
+MAX_INSTANCES: Final = 16_384
+"""Peers whose instance is remembered, so that a restart is noticed; the longest unseen goes first."""
+REDIAL_SECONDS: Final = (0.05, 5.0)
+"""First and longest pause between attempts to get a lost uplink back; doubled each time, with jitter."""
+
+
+class Listener(Protocol):
+    """What a transport calls with a link that somebody opened."""
+
+    def __call__(self, link: Link) -> None:
+        """Take the link over; must not block."""
+        ...
+
+
+class Transport(Protocol):
+    """How links are made."""
+
+    def listen(self, address: Address, accept: Listener) -> None:
+        """Accept links under an address from now on."""
+        ...
+
+    def unlisten(self, address: Address) -> None:
+        """Accept no more links."""
+        ...
+
+    async def dial(self, mine: Address, to: Address) -> Link:
+        """Open a link.
+
+        Raises:
+            UnreachableError: Nobody answers.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStatistics:
+    """A snapshot of one endpoint."""
+
+    links: int
+    downloads: int
+    mailbox: MailboxStatistics
+    notices: int
+    timers: int
+    publisher: PublisherStatistics
+
+
+class ClosesWithEndpoint(Protocol):
+    """Something with a life of its own that must end before the links do."""
+
+    closed: anyio.Event
+
+    def close(self) -> None:
+        """Begin to end; must not block."""
+        ...
+
+
+def _expect_hello(frame: Frame) -> Hello:
+    if not isinstance(frame, Hello):
+        raise HandshakeError("the first frame", expected="hello", got=type(frame).__name__)
+    return frame
+
+
+class BaseEndpoint:
+    """A named participant that moves opaque messages and payloads; the payload layer adds trees.
+
+    Args:
+        address: Its name.
+        transports: How it can be reached and reach others; it listens on all of them.
+        limits: What it accepts.
+        budgets: Defaults of its transactions and downloads.
+        capabilities: What it names to its peers.
+        close_timeout: Seconds that cancels and last frames get on the way out.
+        seed: Of the jitter of redials; random by default.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        transports: Iterable[Transport] = (),
+        limits: Limits = DEFAULT_LIMITS,
+        budgets: Budgets | None = None,
+        capabilities: Iterable[Capability] = tuple(Capability),
+        close_timeout: float = 5.0,
+        seed: int | None = None,
+    ) -> None:
+        self.address = Address(address)
+        self.limits = limits
+        self.budgets = budgets if budgets is not None else Budgets()
+        self.capabilities = frozenset(capabilities)
+        self.close_timeout = close_timeout
+        self.instance = secrets.token_bytes(16)
+        self._transports = tuple(transports)
+        self._jitter = random.Random(seed)
+        self._links: dict[Address, LinkDriver] = {}
+        self._uplink: Address | None = None
+        self._instances: OrderedDict[Address, bytes] = OrderedDict()
+        self._transfers: set[Transfer] = set()
+        self._notices = NoticeBook()
+        self.jobs: set[ClosesWithEndpoint] = set()
+        self.open_jobs: set[str] = set()
+        self._scopes: set[anyio.CancelScope] = set()
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self.resources = Resources.current()
+        self.timers = Timers()
+        self._wire = Wire(self.address, self._send)
+        self.mailbox = Mailbox(self.address, self._send, self._can_reach, self.limits)
+        self.publisher = Publisher(
+            address=self.address,
+            capabilities=self.capabilities,
+            timers=self.timers,
+            send=self._send,
+            serve=self._serve,
+            resources=self.resources,
+        )
+        self._own = anyio.CancelScope(shield=True)
+        self._tasks: TaskGroup = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._keep_time)
+        try:
+            for transport in self._transports:
+                transport.listen(self.address, self._accept)
+        except BaseException:
+            self._unlisten()
+            self._own.cancel()
+            await self._tasks.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        with anyio.CancelScope(shield=True):
+            await self._close()
+        return await self._tasks.__aexit__(kind, error, trace)
+
+    async def _close(self) -> None:
+        self._unlisten()
+        for scope in tuple(self._scopes):
+            scope.cancel()
+        for transfer in tuple(self._transfers):
+            transfer.cancel("the endpoint is closing")
+        for tx in self.publisher.open:
+            tx.cancel("the endpoint is closing")
+        self.mailbox.close()
+        for job in tuple(self.jobs):
+            job.close()
+            await job.closed.wait()
+        for transfer in tuple(self._transfers):
+            await transfer.closed.wait()
+        with anyio.move_on_after(self.close_timeout):
+            for driver in tuple(self._links.values()):
+                await driver.flush()
+        for driver in tuple(self._links.values()):
+            driver.lose(LinkLostError("the endpoint is closing"))
+        self._own.cancel()
+
+    def _unlisten(self) -> None:
+        for transport in self._transports:
+            transport.unlisten(self.address)
+
+    async def _keep_time(self) -> None:
+        with self._own:
+            await self.timers.run()
+
+    def statistics(self) -> EndpointStatistics:
+        """A snapshot."""
+        return EndpointStatistics(
+            links=len(self._links),
+            downloads=len(self._transfers),
+            mailbox=self.mailbox.statistics(),
+            notices=len(self._notices),
+            timers=len(self.timers),
+            publisher=self.publisher.statistics(),
+        )
+
+    # --- links ------------------------------------------------------------------------------------
+
+    async def connect(self, to: str) -> None:
+        """Dial an endpoint and keep the link: when it is lost, it is dialled again until we close.
+
+        The first endpoint connected to becomes the uplink.
+
+        Raises:
+            UnreachableError: Nobody answers.
+            HandshakeError: The two cannot work together.
+        """
+        address = Address(to)
+        driver = await self._dial(address)
+        if self._uplink is None:
+            self._uplink = address
+        await self._tasks.start(self._keep_link, address, driver)
+
+    async def _dial(self, to: Address) -> LinkDriver:
+        error: StreamoffError = UnreachableError(
+            "no transport", peer=to, hint="Give the endpoint a transport that reaches it"
+        )
+        for transport in self._transports:
+            try:
+                link = await transport.dial(self.address, to)
+            except UnreachableError as unreachable:
+                error = unreachable
+                continue
+            return await self._shake_hands(link, dialled=to)
+        raise error
+
+    async def _keep_link(
+        self, to: Address, driver: LinkDriver, *, task_status: TaskStatus[None]
+    ) -> None:
+        with self._until_closed():
+            while True:
+                await self._drive(driver, task_status)
+                driver = await self._redial(to)
+
+    async def _redial(self, to: Address) -> LinkDriver:
+        pause, longest = REDIAL_SECONDS
+        while True:
+            await anyio.sleep(pause * self._jitter.uniform(0.5, 1.0))
+            pause = min(2 * pause, longest)
+            try:
+                return await self._dial(to)
+            except StreamoffError as error:
+                logger.debug("%s cannot reach %s again: %s", self.address, to, error.what)
+
+    def _accept(self, link: Link) -> None:
+        self._tasks.start_soon(self._welcome, link)
+
+    async def _welcome(self, link: Link) -> None:
+        with self._until_closed():
+            try:
+                driver = await self._shake_hands(link, dialled=None)
+            except StreamoffError as error:
+                logger.info("%s refused a link: %s", self.address, error)
+                return
+            await self._drive(driver, anyio.TASK_STATUS_IGNORED)
+
+    @contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """A scope that outer cancellation does not reach and that ends when the endpoint closes."""
+        with anyio.CancelScope(shield=True) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+    async def _shake_hands(self, link: Link, *, dialled: Address | None) -> LinkDriver:
+        mine = Hello(
+            address=self.address,
+            instance=self.instance,
+            capabilities=self.capabilities,
+            limits=self.limits.link,
+        )
+        try:
+            with anyio.fail_after(HANDSHAKE_SECONDS):
+                await link.send(mine, lambda: iter(()))
+                theirs = (await link.receive()).frame
+            hello = _expect_hello(theirs)
+            known = self._instances.get(hello.address)
+            accepted = judge(mine, hello, known, dialled=dialled)
+        except TimeoutError as error:
+            await self._drop_link(link)
+            raise HandshakeError(
+                "no hello", expected=f"one within {HANDSHAKE_SECONDS:g} s", peer=dialled
+            ) from error
+        except BaseException:
+            await self._drop_link(link)
+            raise
+        return LinkDriver(
+            link,
+            mine=mine,
+            theirs=hello,
+            accepted=accepted,
+            uplink=dialled is not None and self._uplink in {None, dialled},
+            timers=self.timers,
+            dispatch=self._dispatch,
+        )
+
+    @staticmethod
+    async def _drop_link(link: Link) -> None:
+        with anyio.CancelScope(shield=True):
+            await link.aclose()
+
+    async def _drive(self, driver: LinkDriver, task_status: TaskStatus[None]) -> None:
+        """Put a link into service until it is lost."""
+        peer = driver.peer
+        self._put_into_service(driver)
+        if task_status is not anyio.TASK_STATUS_IGNORED:
+            task_status.started()
+        cause = await driver.run()
+        if self._links.get(peer) is driver:
+            del self._links[peer]
+            self._way_lost(peer)
+        logger.info("%s lost the link to %s: %s", self.address, peer, cause.what)
+
+    def _put_into_service(self, driver: LinkDriver) -> None:
+        peer = driver.peer
+        former = self._links.get(peer)
+        if driver.accepted.supersedes:
+            self._peer_restarted(peer)
+        self._instances[peer] = driver.theirs.instance
+        self._instances.move_to_end(peer)
+        if len(self._instances) > MAX_INSTANCES:
+            self._instances.popitem(last=False)
+        self._links[peer] = driver
+        if former is not None:
+            former.lose(LinkLostError("replaced by a newer link", peer=peer))
+        self.mailbox.repeat(lambda to: self._way(to) is driver)
+        for transfer in tuple(self._transfers):
+            if self._way(transfer.ref.source) is driver:
+                transfer.link_restored()
+
+    def _way_lost(self, peer: Address) -> None:
+        for transfer in tuple(self._transfers):
+            source = transfer.ref.source
+            if self._way(source) is None and (peer.covers(source) or peer == self._uplink):
+                transfer.link_lost()
+
+    def _peer_restarted(self, peer: Address) -> None:
+        self.publisher.peer_restarted(peer)
+        for transfer in tuple(self._transfers):
+            if transfer.ref.source == peer:
+                transfer.fail(SourceFailedError("the source restarted", site=peer))
+
+    def _way(self, to: Address) -> LinkDriver | None:
+        uplink = self._uplink if self._uplink in self._links else None
+        via = choose(to, self._links, uplink, me=self.address)
+        return None if via is None else self._links[via]
+
+    def _send(self, frame: Routed) -> None:
+        driver = self._way(frame.to)
+        if driver is not None:
+            driver.send_nowait(frame)
+
+    def _can_reach(self, to: Address) -> bool:
+        return self._way(to) is not None
+
+    def _serve(self, to: Address, item: Deferred) -> None:
+        driver = self._way(to)
+        if driver is None:
+            item.drop()
+        else:
+            driver.serve_nowait(item)
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    def _dispatch(self, driver: LinkDriver, inbound: Inbound) -> None:
+        frame = inbound.frame
+        try:
+            assert isinstance(frame, Routed)
+            if not may_speak(
+                frame.sender, me=self.address, uplink=driver.uplink, peers=(driver.peer,)
+            ):
+                raise UnexpectedMessageError(
+                    "a link spoke for somebody else", expected=driver.peer, got=frame.sender
+                )
+            if frame.to == self.address:
+                self._handle(frame, inbound)
+                return
+            inbound.release()
+            self._unreachable(driver, frame)
+        except PeerError as error:
+            logger.warning("%s drops the link to %s: %s", self.address, driver.peer, error)
+            driver.lose(error)
+
+    def _unreachable(self, driver: LinkDriver, frame: Routed) -> None:
+        if isinstance(frame, (Error, Unreachable, Ack)):
+            return  # an answer that nobody can be told about
+        assert isinstance(
+            frame, (Message, Notice, Open, Opened, Pull, Chunk, Hold, Confirm, Cancel)
+        )
+        about = frame.id if isinstance(frame, (Message, Notice)) else frame.stream
+        driver.send_nowait(
+            Unreachable(
+                to=frame.sender,
+                sender=self.address,
+                address=frame.to,
+                about=about,
+                of=type(frame).type,
+            )
+        )
+
+    def _handle(self, frame: Routed, inbound: Inbound) -> None:  # noqa: C901, PLR0912 - a dispatch
+        match frame:
+            case Chunk():
+                transfer = self._transfer_of(frame.stream, frame.sender)
+                if transfer is None:
+                    inbound.release()
+                else:
+                    transfer.on_chunk(inbound)
+            case Open():
+                self.publisher.on_open(frame)
+            case Pull():
+                self.publisher.on_pull(frame)
+            case Hold():
+                self.publisher.on_hold(frame)
+            case Confirm():
+                self.publisher.on_confirm(frame)
+            case Cancel():
+                self.publisher.on_cancel(frame)
+            case Opened():
+                if transfer := self._transfer_of(frame.stream, frame.sender):
+                    transfer.on_opened(frame)
+            case Message():
+                self.mailbox.on_message(frame, self._instances.get(frame.sender, b""))
+            case Ack():
+                self._on_ack(frame)
+            case Error():
+                self._on_error(frame)
+            case Unreachable():
+                self._on_unreachable(frame)
+            case Notice():
+                self._on_notice(frame)
+            case _:
+                raise UnexpectedMessageError("a frame nobody handles", got=type(frame).__name__)
+
+    def _on_ack(self, frame: Ack) -> None:
+        if frame.of is AckOf.MESSAGE:
+            self.mailbox.on_acked(frame.sender, frame.id)
+        elif frame.of is AckOf.CONFIRM and (transfer := self._transfer_of(frame.id, frame.sender)):
+            transfer.on_acked()
+
+    def _on_error(self, frame: Error) -> None:
+        if frame.of is FrameType.MESSAGE:
+            why = f"{frame.code.value}: {frame.detail}"
+            self.mailbox.on_refused(frame.sender, frame.id, why)
+        elif transfer := self._transfer_of(frame.id, frame.sender):
+            transfer.on_error(frame)
+
+    def _on_unreachable(self, frame: Unreachable) -> None:
+        if frame.of is FrameType.MESSAGE:
+            self.mailbox.on_refused(frame.address, frame.about, f"{frame.address} is unreachable")
+        elif transfer := self._transfer_of(frame.about, frame.address):
+            transfer.link_lost()
+
+    def _transfer_of(self, stream: int, source: Address) -> Transfer | None:
+        """The transfer of a stream, if it is the source who speaks."""
+        transfer = self._wire.streams.get(stream)
+        return transfer if transfer is not None and transfer.ref.source == source else None
+
+    def _on_notice(self, frame: Notice) -> None:
+        now = anyio.current_time()
+        dead = self._notices.enter(now, frame.sender, frame.source, frame.refs, frame.reason)
+        for transfer in tuple(self._transfers):
+            if (transfer.ref.source, transfer.ref.id) in dead:
+                transfer.fail(self._source_failed(transfer.ref, frame.reason))
+        self._send(Ack(to=frame.sender, sender=self.address, of=AckOf.NOTICE, id=frame.id))
+
+    @staticmethod
+    def _source_failed(ref: Ref, reason: str) -> SourceFailedError:
+        return SourceFailedError(f"the source failed: {reason}", site=ref.source, ref=ref.id)
+
+    # --- payloads ---------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        sources: Iterable[Source],
+        slots: Iterable[Slot],
+        *,
+        budgets: Budgets | None = None,
+        min_receivers: int | None = None,
+        on_settled: tuple[OutcomeCallback, ...] = (),
+    ) -> Transaction:
+        """Offer payloads; see :meth:`streamoff.runtime.publishing.Publisher.publish`."""
+        return self.publisher.publish(
+            sources,
+            slots,
+            budgets=budgets or self.budgets,
+            min_receivers=min_receivers,
+            on_settled=on_settled,
+        )
+
+    def transfer(self, ref: Ref, terms: Terms) -> Transfer:
+        """Prepare a download; :meth:`run_transfer` runs it.
+
+        Raises:
+            SourceFailedError: The owner of the source has said that it is dead. Nothing was sent.
+            UnreachableError: There is no way to the source.
+        """
+        reason = self._notices.reason(anyio.current_time(), ref.source, ref.id)
+        if reason is not None:
+            raise self._source_failed(ref, reason)
+        way = self._way(ref.source)
+        if way is None:
+            raise UnreachableError("no way to the source", site=ref.source, ref=ref.id)
+        direct = way.peer == ref.source
+        return Transfer(
+            ref,
+            terms,
+            mine=self.capabilities,
+            theirs=way.accepted.capabilities if direct else frozenset(),
+            resources=self.resources,
+            timers=self.timers,
+            wire=self._wire,
+        )
+
+    async def start_job(self, supervise: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """Start the supervisor of a job; it lives as long as it needs to."""
+        await self._tasks.start(supervise)
+
+    async def run_transfer(
+        self, transfer: Transfer, spawn: Callable[..., object] | None = None
+    ) -> State:
+        """Run a transfer in a task of ``spawn`` (the endpoint's own by default) and wait for it.
+
+        Raises:
+            TransferError: How it ended, if it did not bring the payload.
+
+        Cancellation: cancels the transfer, waits until nothing of it is left, then goes on.
+        """
+        self._transfers.add(transfer)
+        (spawn or self._tasks.start_soon)(self._run_transfer, transfer)
+        try:
+            await transfer.closed.wait()
+        except BaseException:
+            transfer.cancel("the receiver was cancelled")
+            with anyio.CancelScope(shield=True):
+                await transfer.closed.wait()
+            if transfer.record.cause is None:
+                transfer.result().release()
+            raise
+        return transfer.result()
+
+    async def _run_transfer(self, transfer: Transfer) -> None:
+        try:
+            await transfer.run()
+        finally:
+            self._transfers.discard(transfer)

@@ -1,0 +1,596 @@
+"""Job roots: one directory, one nursery, one end.
+
+A shielded supervisor task per root runs the nursery, so that an outer cancellation cuts the body at once
+while the consumers still get the drain window. What happens on the way out is the job-root table's word;
+this module carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, TypeVarTuple, Unpack
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from streamoff.errors import JobClosedError, JobExistsError, StreamoffError, UsageError
+from streamoff.machines import job_root as m
+from streamoff.machines.job_root import JOB_ROOT, Admission, JobRoot, JobRootState
+from streamoff.machines.story import Story
+from streamoff.runtime.downloading import Terms, Transfer
+from streamoff.runtime.endpoint import BaseEndpoint
+from streamoff.runtime.guard import ReadGuard
+from streamoff.runtime.publishing import Transaction
+from streamoff.runtime.threads import run_in_thread
+from streamoff.scratch.directory import RamBacked, RootDirectory
+from streamoff.scratch.janitor import JANITOR
+from streamoff.scratch.lease import TOUCH_EVERY
+from streamoff.scratch.ledger import Ledger
+from streamoff.scratch.space import free_space
+from streamoff.tensors.landing import DiskLanding
+from streamoff.tensors.layout import Layout, subset
+from streamoff.tensors.state import State
+from streamoff.types import Ref
+
+__all__ = [
+    "DRAIN_WINDOW_SECONDS",
+    "MAX_REPORTED",
+    "Consumer",
+    "ConsumerEnd",
+    "ConsumerReport",
+    "Job",
+    "JobReport",
+    "open_job",
+]
+
+logger = logging.getLogger("streamoff.jobs")
+
+DRAIN_WINDOW_SECONDS: Final = 5.0
+MAX_REPORTED: Final = 256
+"""Consumers that a report names; the others are counted."""
+READ_POLL_SECONDS: Final = 0.01
+"""While only reads in foreign threads are left, how often they are looked at."""
+
+Ts = TypeVarTuple("Ts")
+
+
+class ConsumerEnd(StrEnum):
+    """How a consumer of a job root ended."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    CUT = "cut"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerReport:
+    """One consumer: its name, how it ended, and after how many seconds."""
+
+    name: str
+    end: ConsumerEnd
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """How a job ended.
+
+    Args:
+        job: Its name.
+        state: Of the root: gone, stuck, or still something else.
+        consumers: Those that did not simply finish, at most :data:`MAX_REPORTED`.
+        ends: How many consumers ended in which way, downloads and served transactions included.
+        window: The drain window, seconds.
+        drain_seconds: From leaving the body until nothing used the root, or until it was stuck.
+        removal_seconds: What the directory took to go.
+        removed: Whether it is gone.
+        bytes_peak: The most scratch the job was charged for at once.
+        bytes_landed: Bytes landed in all.
+    """
+
+    job: str
+    state: JobRootState
+    consumers: tuple[ConsumerReport, ...]
+    ends: dict[ConsumerEnd, int]
+    window: float
+    drain_seconds: float
+    removal_seconds: float
+    removed: bool
+    bytes_peak: int
+    bytes_landed: int
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """A task under a job root; ``await consumer.wait()`` waits for its end."""
+
+    name: str
+    started: float
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope, repr=False)
+    ended: anyio.Event = field(default_factory=anyio.Event, repr=False)
+    end: ConsumerEnd = ConsumerEnd.RUNNING
+    error: BaseException | None = None
+    result: Any = None
+
+    async def wait(self) -> ConsumerEnd:
+        """Wait until it has ended.
+
+        Cancellation: leaves the consumer as it is.
+        """
+        await self.ended.wait()
+        return self.end
+
+    def cancel(self) -> None:
+        """Cancel it."""
+        self.scope.cancel()
+
+
+class Job:
+    """An open job root; made by :func:`open_job`."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: BaseEndpoint,
+        root: RootDirectory,
+        *,
+        window: float,
+        ledger: Ledger,
+    ) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.ledger = ledger
+        self.guard = ReadGuard(name)
+        self.closed = anyio.Event()
+        self.record = JobRoot(job=name, window=window)
+        self.story = Story(f"job root {name}")
+        self.body = anyio.CancelScope()
+        self.failures: list[Exception] = []
+        self.bytes_landed = 0
+        self._root = root
+        self._admission = Admission.ALL
+        self._nursery: TaskGroup | None = None
+        self._closing = anyio.Event()
+        self._changed = anyio.Event()
+        self._consumers: set[Consumer] = set()
+        self._downloads: set[Transfer] = set()
+        self._serves: dict[Transaction, float] = {}
+        self._reported: deque[ConsumerReport] = deque(maxlen=MAX_REPORTED)
+        self._ends: Counter[ConsumerEnd] = Counter()
+        self._closed_at = self._drained_at = self._gone_at = 0.0
+        self._removed = False
+
+    # --- for users --------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The root directory."""
+        return self._root.path
+
+    @property
+    def state(self) -> JobRootState:
+        """Where the root stands."""
+        return self.record.state
+
+    def start(
+        self,
+        fn: Callable[[Unpack[Ts]], Awaitable[object]],
+        *args: *Ts,
+        name: str | None = None,
+    ) -> Consumer:
+        """Start a consumer: a task that may use the root's files and is drained with it.
+
+        Args:
+            fn: An async callable. If it raises, the body of the job is cancelled and ``open_job`` raises.
+            args: Its arguments.
+            name: For the report; the function's name by default.
+
+        Raises:
+            JobClosedError: The root is draining. Nothing was started.
+        """
+        self._admit(Admission.SERVES)
+        assert self._nursery is not None
+        label = name or str(getattr(fn, "__qualname__", fn))
+        consumer = Consumer(label, anyio.current_time())
+        self._consumers.add(consumer)
+        self._nursery.start_soon(self._host, consumer, partial(fn, *args))
+        return consumer
+
+    def finalise(self) -> None:
+        """Begin the end: no new rounds or downloads; what the job serves and forwards goes on."""
+        self._step(m.Finalised(anyio.current_time()))
+
+    def close(self) -> None:
+        """Begin the drain, as leaving the body does. Idempotent, does not wait."""
+        self._closing.set()
+
+    async def download(self, ref: Ref, terms: Terms) -> State:
+        """Land one payload under this root.
+
+        Raises:
+            JobClosedError: No new downloads are admitted. Nothing was sent.
+            TransferError: How the transfer ended.
+
+        Cancellation: cancels the transfer at its source and removes what had landed.
+        """
+        self._admit(Admission.ALL)
+        assert self._nursery is not None
+        transfer = self.endpoint.transfer(ref, terms)
+        self._downloads.add(transfer)
+        started = anyio.current_time()
+        try:
+            state = await self.endpoint.run_transfer(transfer, self._nursery.start_soon)
+        finally:
+            self._downloads.discard(transfer)
+            self._note_download(transfer, started)
+            self._changed.set()
+        self.bytes_landed += transfer.record.landed.nbytes
+        return state
+
+    def landing(
+        self,
+        layout: Layout,
+        *,
+        names: Collection[str] | None = None,
+        check_finite: bool = False,
+        durable: bool = False,
+    ) -> DiskLanding:
+        """Make a place for one payload under the root and charge the ledger; in a worker thread.
+
+        Raises:
+            QuotaExceededError: The job's quota does not allow it. Nothing was made.
+            NoSpaceError: The disk has no room. Nothing was made.
+            JobClosedError: The root is gone.
+        """
+        nbytes = layout.size if names is None else subset(layout, names).size
+        charge = self.ledger.charge(nbytes, f"an update of {nbytes} bytes under job {self.name}")
+        root = self._root
+        try:
+            directory = root.new_transfer()
+        except BaseException:
+            charge.release()
+            raise
+        return DiskLanding(
+            directory,
+            check_finite=check_finite,
+            guard=self.guard,
+            dispose=lambda path: root.reclaim(path, charge.release),
+            durable=durable,
+            hop=self._hop,
+        )
+
+    def new_directory(self, nbytes: int, what: str) -> tuple[Path, Callable[[Path], object]]:
+        """A directory under the root for a file of ``nbytes``, and what disposes of it; in a worker thread.
+
+        Raises:
+            QuotaExceededError, NoSpaceError, JobClosedError: As :meth:`landing`.
+        """
+        charge = self.ledger.charge(nbytes, what)
+        root = self._root
+        try:
+            directory = root.new_transfer()
+        except BaseException:
+            charge.release()
+            raise
+        return directory, lambda path: root.reclaim(path, charge.release)
+
+    def attach(self, tx: Transaction) -> None:
+        """A transaction serves a file of this root: it shares the drain window.
+
+        Raises:
+            JobClosedError: The root is draining.
+        """
+        self._admit(Admission.SERVES)
+        if tx.outcome is None:
+            self._serves[tx] = anyio.current_time()
+            tx.on_settled.append(lambda _outcome: self._served(tx))
+
+    @property
+    def report(self) -> JobReport:
+        """How it stands, or how it ended."""
+        ended = self._drained_at or anyio.current_time()
+        return JobReport(
+            job=self.name,
+            state=self.record.state,
+            consumers=tuple(self._reported),
+            ends=dict(self._ends),
+            window=self.record.window,
+            drain_seconds=ended - self._closed_at if self._closed_at else 0.0,
+            removal_seconds=self._gone_at - self._drained_at if self._gone_at else 0.0,
+            removed=self._removed,
+            bytes_peak=self.ledger.peak,
+            bytes_landed=self.bytes_landed,
+        )
+
+    # --- consumers --------------------------------------------------------------------------------
+
+    def _admit(self, wanted: Admission) -> None:
+        allowed = {
+            Admission.ALL: {Admission.ALL, Admission.SERVES},
+            Admission.SERVES: {Admission.SERVES},
+            Admission.NOTHING: set[Admission](),
+        }[self._admission]
+        if wanted not in allowed or self._closing.is_set():
+            raise JobClosedError(
+                "the job admits no more work", job=self.name, state=self.state.value
+            )
+
+    async def _host(self, consumer: Consumer, call: Callable[[], Awaitable[object]]) -> None:
+        try:
+            with consumer.scope:
+                try:
+                    consumer.result = await call()
+                    consumer.end = ConsumerEnd.FINISHED
+                except Exception as error:  # noqa: BLE001 - it is reported and cancels its own body
+                    consumer.end, consumer.error = ConsumerEnd.FAILED, error
+                    self.failures.append(error)
+                    self.body.cancel()
+            if consumer.scope.cancelled_caught:
+                cut = consumer.name in self.record.cut
+                consumer.end = ConsumerEnd.CUT if cut else ConsumerEnd.CANCELLED
+        finally:
+            self._consumers.discard(consumer)
+            self._note(consumer.name, consumer.end, consumer.started, consumer.error)
+            consumer.ended.set()
+            self._changed.set()
+
+    def _note_download(self, transfer: Transfer, started: float) -> None:
+        error = transfer.record.cause
+        cancelled = transfer.record.state.value == "cancelled"
+        end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
+        name = f"download {transfer.ref.id} from {transfer.ref.source}"
+        self._note(name, ConsumerEnd.FINISHED if error is None else end, started, error)
+
+    def _served(self, tx: Transaction) -> None:
+        started = self._serves.pop(tx, anyio.current_time())
+        aborted = tx.record.cause.startswith("deleted")
+        end = ConsumerEnd.CUT if aborted else ConsumerEnd.FINISHED
+        self._note(f"serving {tx.id}", end, started, None)
+        self._changed.set()
+
+    def _note(
+        self, name: str, end: ConsumerEnd, started: float, error: BaseException | None
+    ) -> None:
+        self._ends[end] += 1
+        if end is not ConsumerEnd.FINISHED:
+            seconds = anyio.current_time() - started
+            what = error.what if isinstance(error, StreamoffError) else str(error or "")
+            self._reported.append(ConsumerReport(name, end, seconds, what))
+
+    def _left(self) -> tuple[str, ...]:
+        """What still uses the root, by name."""
+        names = [consumer.name for consumer in self._consumers]
+        names += [f"download {one.ref.id} from {one.ref.source}" for one in self._downloads]
+        names += [f"serving {tx.id}" for tx in self._serves]
+        names += ["a read of a landed file"] * self.guard.reads
+        return tuple(names)
+
+    async def _hop(self, call: Callable[[], Any]) -> Any:
+        return await run_in_thread(call, limiter=self.endpoint.resources.reading)
+
+    # --- the supervisor ---------------------------------------------------------------------------
+
+    async def supervise(self, *, task_status: TaskStatus[None]) -> None:
+        """Run the nursery and, when the body is left, the drain."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as nursery:
+                self._nursery = nursery
+                self.endpoint.jobs.add(self)
+                lease = anyio.CancelScope()
+                nursery.start_soon(self._keep_lease, lease)
+                task_status.started()
+                await self._closing.wait()
+                await self._drain()
+                lease.cancel()
+            if self.record.state is JobRootState.STUCK:
+                await self._bury_late()
+            self.endpoint.jobs.discard(self)
+
+    async def _keep_lease(self, scope: anyio.CancelScope) -> None:
+        with scope:
+            while True:
+                await anyio.sleep(TOUCH_EVERY)
+                try:
+                    await run_in_thread(self._root.touch)
+                except OSError as error:
+                    logger.warning("job %s: its lease cannot be touched: %s", self.name, error)
+
+    async def _drain(self) -> None:
+        self._closed_at = anyio.current_time()
+        self._step(m.Closed(self._closed_at))
+        while self.record.state in {JobRootState.DRAINING, JobRootState.CUTTING}:
+            left = self._left()
+            now = anyio.current_time()
+            if not left:
+                self._drained_at = now
+                self._step(m.ConsumersEnded(now, self.ledger.used))
+                break
+            event = m.classify_tick(self.record, now, left)
+            if event is not None:
+                self._step(event)
+                continue
+            await self._wait_for_change()
+        if self.record.state is JobRootState.REMOVING:
+            await self._remove()
+        self.closed.set()
+
+    async def _wait_for_change(self) -> None:
+        self._changed = anyio.Event()
+        due = self.record.due if self.record.due is not None else anyio.current_time()
+        if self.guard.reads:
+            due = min(due, anyio.current_time() + READ_POLL_SECONDS)
+        with anyio.CancelScope(deadline=due):
+            await self._changed.wait()
+
+    async def _remove(self) -> None:
+        due = self.record.due if self.record.due is not None else anyio.current_time()
+        seconds = max(0.0, due - anyio.current_time())
+        self._removed = await run_in_thread(self._bury, seconds)
+        now = anyio.current_time()
+        self._gone_at = now
+        self._step(m.Removed(now) if self._removed else m.RemovalExpired(now))
+
+    def _bury(self, seconds: float) -> bool:
+        """Rename the root out of the way and wait, bounded, until the janitor has removed it."""
+        self.guard.close()
+        try:
+            gone = self._root.bury()
+        except OSError as error:
+            logger.warning("job %s: %s", self.name, error)
+            return False
+        JANITOR.reclaim(gone)
+        return JANITOR.wait(gone, seconds)
+
+    async def _bury_late(self) -> None:
+        """The last of the stuck consumers has ended."""
+        self._step(m.ConsumersEnded(anyio.current_time(), 0))
+        await self._remove()
+        logger.info("job %s: what was stuck has ended; its root is gone", self.name)
+
+    def _step(self, event: m.JobRootEvent) -> None:
+        before = self.record
+        self.record, effects = JOB_ROOT.step(before, event)
+        self.story.tell(event.now, event, before.state, self.record.state, effects)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: m.JobRootEffect) -> None:
+        match effect:
+            case m.Admit():
+                self._admission = effect.admission
+            case m.CancelDownloads():
+                for transfer in tuple(self._downloads):
+                    transfer.cancel(f"job {self.name} is closing")
+            case m.CutConsumers():
+                for consumer in tuple(self._consumers):
+                    consumer.scope.cancel()
+            case m.AbortServes():
+                for tx in tuple(self._serves):
+                    tx.cancel(f"job {self.name} is closing")
+            case m.HandOver():
+                self._drained_at = anyio.current_time()
+                for name in self.record.stuck:
+                    self._note(name, ConsumerEnd.STUCK, self._closed_at, None)
+            case m.ReportRoot():
+                self._log()
+            case m.BuryRoot():
+                pass  # the drain goes on with the removal
+
+    def _log(self) -> None:
+        report = self.report
+        ends = ", ".join(f"{count} {end.value}" for end, count in report.ends.items())
+        level = logging.WARNING if report.state is JobRootState.STUCK else logging.INFO
+        logger.log(
+            level,
+            "job %s is %s after %.2f s of drain: %s%s",
+            self.name,
+            report.state.value,
+            report.drain_seconds,
+            ends or "nothing used it",
+            f"; stuck: {', '.join(self.record.stuck)}" if self.record.stuck else "",
+        )
+
+
+class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) as job
+    """Open a job root: ``async with open_job("job-42", endpoint) as job``.
+
+    Args:
+        name: Names the job: in the directory, in reports and in errors.
+        endpoint: Whose it is; it must be open.
+        drain_window: Seconds that consumers get when the body is left; 0 cuts at once.
+        scratch: Where the root is made; None follows :mod:`tempfile` (``TMPDIR``).
+        quota: Bytes of scratch the job may use; None for no limit but the disk.
+        ram_backed: What to do if scratch turns out to be memory: ``"warn"``, ``"refuse"`` or ``"allow"``.
+
+    Raises:
+        JobExistsError: The endpoint has an open job of this name.
+        UsageError: Not a job name, a window or a quota.
+        ScratchError: The root cannot be made. Nothing is left.
+
+    Leaving the body, for whatever reason, drains: downloads are cancelled at their sources, consumers and
+    served files get the window, what is left is cut, and the root is removed. This returns within the
+    window and a quarter of a second, and the removal has a bound of its own. A consumer that raised makes
+    this raise; several become an :class:`ExceptionGroup`.
+
+    Cancellation: cuts the body at once; the drain is shielded and bounded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: BaseEndpoint,
+        *,
+        drain_window: float = DRAIN_WINDOW_SECONDS,
+        scratch: Path | str | None = None,
+        quota: int | None = None,
+        ram_backed: RamBacked = "warn",
+    ) -> None:
+        if isinstance(drain_window, bool) or not 0 <= drain_window < float("inf"):
+            raise UsageError("drain_window", expected="seconds, 0 or more", got=drain_window)
+        self._name = name
+        self._endpoint = endpoint
+        self._window = float(drain_window)
+        self._scratch = scratch
+        self._quota = quota
+        self._ram_backed: RamBacked = ram_backed
+
+    async def __aenter__(self) -> Job:
+        """Make the root and start its supervisor."""
+        if self._name in self._endpoint.open_jobs:
+            raise JobExistsError("the job is open already", job=self._name)
+        self._endpoint.open_jobs.add(self._name)
+        try:
+            root = await run_in_thread(self._make_root)
+            try:
+                ledger = Ledger(self._quota, partial(free_space, root.path))
+                job = Job(self._name, self._endpoint, root, window=self._window, ledger=ledger)
+                await self._endpoint.start_job(job.supervise)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await run_in_thread(_remove_root, root)
+                raise
+        except BaseException:
+            self._endpoint.open_jobs.discard(self._name)
+            raise
+        self._job = job
+        job.body.__enter__()
+        return job
+
+    def _make_root(self) -> RootDirectory:
+        return RootDirectory.create(self._name, self._scratch, ram_backed=self._ram_backed)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Drain, remove, report."""
+        job = self._job
+        job.close()
+        with anyio.CancelScope(shield=True):
+            await job.closed.wait()
+        self._endpoint.open_jobs.discard(self._name)
+        swallowed = bool(job.body.__exit__(kind, error, trace))
+        if not job.failures:
+            return swallowed
+        if isinstance(error, Exception) and not swallowed:
+            raise ExceptionGroup(f"job {self._name} failed", [error, *job.failures])
+        if len(job.failures) == 1:
+            raise job.failures[0]
+        raise ExceptionGroup(f"job {self._name} failed", job.failures)
+
+
+def _remove_root(root: RootDirectory) -> None:
+    JANITOR.reclaim(root.bury())

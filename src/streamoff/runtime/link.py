@@ -1,0 +1,260 @@
+"""One link: a reader and a writer, owned by the endpoint, shielded until its last job is gone.
+
+Nobody else writes. Control frames go first, also between the pieces of a chunk. A chunk is fetched from its
+source only when the transport can send it, so what is queued costs nothing; cancelling a transfer removes
+what was not begun. The reader never waits for its own link's writer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import anyio
+
+from streamoff.errors import LimitError, LinkLostError, StreamoffError, UnexpectedMessageError
+from streamoff.runtime.timers import Timer, Timers
+from streamoff.types import Address
+from streamoff.wire.frames import Frame, Hello, Ping
+from streamoff.wire.handshake import Accepted
+
+__all__ = [
+    "KEEPALIVE_SECONDS",
+    "MAX_CONTROL",
+    "SILENCE_SECONDS",
+    "Deferred",
+    "Inbound",
+    "Link",
+    "LinkDriver",
+    "Outbound",
+]
+
+logger = logging.getLogger("streamoff.link")
+
+KEEPALIVE_SECONDS: Final = 5.0
+SILENCE_SECONDS: Final = 15.0
+MAX_CONTROL: Final = 4096
+"""Control frames that may wait for one link; a peer that reads none of them loses it."""
+
+
+def _nothing() -> None:
+    """Release a body that was handed over by reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A frame and the way to give back the memory of its body; call ``release`` exactly once."""
+
+    frame: Frame
+    release: Callable[[], None] = _nothing
+
+
+class Deferred(Protocol):
+    """A chunk that exists only when its turn on the wire has come.
+
+    Exactly one of :meth:`render` and :meth:`drop` is called, once.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the body, for pacing."""
+        ...
+
+    async def render(self) -> Inbound | None:
+        """Fetch the bytes; None if nobody wants them any more."""
+        ...
+
+    def drop(self) -> None:
+        """The link will not send it."""
+        ...
+
+
+Outbound = Frame | Deferred
+Urgent = Callable[[], Iterator[Frame]]
+
+
+class Link(Protocol):
+    """What a transport provides: an ordered, exactly-once frame stream while it lives."""
+
+    async def send(self, item: Outbound, urgent: Urgent) -> None:
+        """Send one item; between its pieces, send what ``urgent()`` yields.
+
+        Raises:
+            LinkLostError: The link is gone; a deferred item was dropped.
+        """
+        ...
+
+    async def receive(self) -> Inbound:
+        """Receive the next frame.
+
+        Raises:
+            LinkLostError: The link is gone, cut or closed.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close both directions; idempotent."""
+        ...
+
+
+class LinkDriver:
+    """Drives one link.
+
+    Args:
+        link: The transport's half.
+        mine: The hello this end sent.
+        theirs: The hello of the peer.
+        accepted: What both agreed on.
+        uplink: Whether this end dialled it as its way out.
+        timers: The endpoint's clock.
+        dispatch: Called with every frame but ping, in order, without awaiting.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        mine: Hello,
+        theirs: Hello,
+        accepted: Accepted,
+        uplink: bool,
+        timers: Timers,
+        dispatch: Callable[[LinkDriver, Inbound], None],
+    ) -> None:
+        self.link = link
+        self.mine = mine
+        self.theirs = theirs
+        self.accepted = accepted
+        self.uplink = uplink
+        self.cause: StreamoffError | None = None
+        self._dispatch = dispatch
+        self._control: deque[Frame] = deque()
+        self._bulk: deque[Deferred] = deque()
+        self._wake = anyio.Event()
+        self._idle = anyio.Event()
+        self._heard = anyio.current_time()
+        self._pings = 0
+        self._scope = anyio.CancelScope(shield=True)
+        self._keepalive: Timer = timers.timer(self._beat)
+
+    @property
+    def peer(self) -> Address:
+        """Who is at the other end."""
+        return self.theirs.address
+
+    @property
+    def backlog(self) -> int:
+        """Items that wait for the writer."""
+        return len(self._control) + len(self._bulk)
+
+    def send_nowait(self, frame: Frame) -> None:
+        """Queue a control frame; a link that is gone loses it silently, like a wire."""
+        if self.cause is not None:
+            return
+        if len(self._control) >= MAX_CONTROL:
+            self.lose(
+                LimitError(
+                    "the peer reads nothing", expected=f"{MAX_CONTROL} frames waiting", got="more"
+                )
+            )
+            return
+        self._control.append(frame)
+        self._wake.set()
+
+    def serve_nowait(self, item: Deferred) -> None:
+        """Queue a chunk."""
+        if self.cause is not None:
+            item.drop()
+            return
+        self._bulk.append(item)
+        self._wake.set()
+
+    def lose(self, cause: StreamoffError) -> None:
+        """End the link; the first cause stands."""
+        if self.cause is None:
+            self.cause = cause
+            self._scope.cancel()
+
+    async def run(self) -> StreamoffError:
+        """Read and write until the link is lost; cancellation from outside does not reach it.
+
+        Returns:
+            Why it ended.
+        """
+        self._keepalive.at(anyio.current_time() + KEEPALIVE_SECONDS)
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._guarded, self._write)
+                    tasks.start_soon(self._guarded, self._read)
+        finally:
+            self._keepalive.cancel()
+            while self._bulk:
+                self._bulk.popleft().drop()
+            self._control.clear()
+            self._idle.set()
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
+                await self.link.aclose()
+        return self.cause or LinkLostError("the link ended", peer=self.peer)
+
+    async def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            await work()  # type: ignore[misc]
+        except StreamoffError as error:
+            self.lose(error)
+
+    async def flush(self) -> None:
+        """Wait until the writer has nothing left or the link is lost; the caller bounds it."""
+        while self.backlog and self.cause is None:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def _take_control(self) -> Iterator[Frame]:
+        while self._control:
+            yield self._control.popleft()
+
+    async def _write(self) -> None:
+        while True:
+            if self._control:
+                await self.link.send(self._control.popleft(), self._take_control)
+            elif self._bulk:
+                await self.link.send(self._bulk.popleft(), self._take_control)
+            else:
+                self._idle.set()
+                self._wake = anyio.Event()
+                await self._wake.wait()
+
+    async def _read(self) -> None:
+        while True:
+            inbound = await self.link.receive()
+            self._heard = anyio.current_time()
+            frame = inbound.frame
+            match frame:
+                case Ping(reply=False):
+                    self.send_nowait(Ping(id=frame.id, reply=True))
+                case Ping():
+                    pass
+                case Hello():
+                    raise UnexpectedMessageError("a second hello", peer=self.peer)
+                case _:
+                    self._dispatch(self, inbound)
+
+    def _beat(self) -> None:
+        now = anyio.current_time()
+        silent = now - self._heard
+        if silent >= SILENCE_SECONDS:
+            self.lose(
+                LinkLostError(
+                    "the link is silent",
+                    expected=f"a frame within {SILENCE_SECONDS:g} s",
+                    got=f"{silent:.1f} s of silence",
+                    peer=self.peer,
+                )
+            )
+            return
+        self._pings += 1
+        self.send_nowait(Ping(id=self._pings, reply=False))
+        self._keepalive.at(min(now + KEEPALIVE_SECONDS, self._heard + SILENCE_SECONDS))

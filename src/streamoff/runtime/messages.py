@@ -1,0 +1,290 @@
+"""The mailbox: messages sent until they are acknowledged, and messages that wait for their reader.
+
+A message is repeated over a new link until the receiver has acknowledged it; the receiver remembers what it
+has seen and delivers it once. Every queue and every memory here is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Final, Self
+
+import anyio
+import anyio.lowlevel
+
+from streamoff.errors import LimitError, StreamoffError, UnreachableError, UsageError
+from streamoff.types import Address
+from streamoff.wire.frames import (
+    Ack,
+    AckOf,
+    Error,
+    ErrorCode,
+    FrameType,
+    Message,
+    MessageKind,
+    Routed,
+    Views,
+)
+from streamoff.wire.limits import Limits, clip
+
+__all__ = [
+    "MAX_DEDUPLICATED",
+    "MAX_QUEUED",
+    "MAX_TOPICS",
+    "MAX_UNACKED",
+    "Mailbox",
+    "MailboxStatistics",
+    "Parcel",
+    "Subscription",
+]
+
+MAX_QUEUED: Final = 1024
+"""Messages of one topic that wait for their reader; more are answered ``busy``."""
+MAX_TOPICS: Final = 256
+MAX_UNACKED: Final = 4096
+"""Messages sent and not acknowledged; one more is refused."""
+MAX_DEDUPLICATED: Final = 4096
+"""Message ids remembered, so that a message repeated over a new link is delivered once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message as it came: not decoded, sender checked."""
+
+    sender: Address
+    topic: str
+    id: int
+    pass_through: bool
+    body: Views
+
+
+class Subscription:
+    """Messages of one topic, in order; an async iterator that can be left at any point.
+
+    At most :data:`MAX_QUEUED` messages wait; senders of more are told ``busy``.
+    """
+
+    def __init__(self, topic: str, close: Callable[[Subscription], None]) -> None:
+        self.topic = topic
+        self._close = close
+        self._queue: deque[Parcel] = deque()
+        self._arrived = anyio.Event()
+        self._open = True
+
+    def put(self, parcel: Parcel) -> bool:
+        """Queue a message; False if there is no room."""
+        if len(self._queue) >= MAX_QUEUED:
+            return False
+        self._queue.append(parcel)
+        self._arrived.set()
+        return True
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Parcel:
+        """Wait for the next message; a cancelled wait loses none."""
+        while not self._queue:
+            if not self._open:
+                raise StopAsyncIteration
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        await anyio.lowlevel.checkpoint()
+        return self._queue.popleft()
+
+    def close(self) -> None:
+        """Take no more messages; what is queued can still be read. Idempotent."""
+        if self._open:
+            self._open = False
+            self._close(self)
+            self._arrived.set()
+
+
+@dataclass(slots=True)
+class _Unacked:
+    frame: Message
+    on_refused: Callable[[StreamoffError], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxStatistics:
+    """A snapshot."""
+
+    subscriptions: int
+    queued: int
+    unacked: int
+    remembered: int
+
+
+class Mailbox:
+    """The messages of one endpoint.
+
+    Args:
+        address: Whose it is.
+        send: Queues a frame on the way to its address; loses it if there is none.
+        can_reach: Whether there is a way to an address now.
+        limits: Of topics.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        send: Callable[[Routed], None],
+        can_reach: Callable[[Address], bool],
+        limits: Limits,
+    ) -> None:
+        self._address = address
+        self._send = send
+        self._can_reach = can_reach
+        self._limits = limits
+        self._subscriptions: dict[str, Subscription] = {}
+        self._unacked: OrderedDict[int, _Unacked] = OrderedDict()
+        self._seen: OrderedDict[tuple[Address, bytes, int], None] = OrderedDict()
+        self._ids = count(1)
+
+    def statistics(self) -> MailboxStatistics:
+        """A snapshot."""
+        return MailboxStatistics(
+            subscriptions=len(self._subscriptions),
+            queued=sum(len(one) for one in self._subscriptions.values()),
+            unacked=len(self._unacked),
+            remembered=len(self._seen),
+        )
+
+    # --- receiving --------------------------------------------------------------------------------
+
+    def subscribe(self, topic: str) -> Subscription:
+        """Take the messages of a topic; one reader at a time.
+
+        Raises:
+            UsageError: Somebody reads the topic already, or it is no topic.
+            LimitError: Too many topics.
+        """
+        if not 1 <= len(topic) <= self._limits.topic:
+            limit = f"1 to {self._limits.topic} characters"
+            raise UsageError("not a topic", expected=limit, got=topic)
+        if topic in self._subscriptions:
+            raise UsageError("the topic has a reader already", got=topic)
+        if len(self._subscriptions) >= MAX_TOPICS:
+            raise LimitError(
+                "limit 'topics' exceeded", expected=f"at most {MAX_TOPICS}", got=MAX_TOPICS + 1
+            )
+        subscription = Subscription(topic, self._unsubscribe)
+        self._subscriptions[topic] = subscription
+        return subscription
+
+    def _unsubscribe(self, subscription: Subscription) -> None:
+        if self._subscriptions.get(subscription.topic) is subscription:
+            del self._subscriptions[subscription.topic]
+
+    def on_message(self, frame: Message, instance: bytes) -> None:
+        """A message came; ``instance`` is the sender's life, as far as it is known."""
+        key = (frame.sender, instance, frame.id)
+        if key not in self._seen:
+            subscription = self._subscriptions.get(frame.topic)
+            if subscription is None:
+                self._refuse(frame, ErrorCode.UNKNOWN_TOPIC, f"nobody reads {frame.topic!r}")
+                return
+            parcel = Parcel(frame.sender, frame.topic, frame.id, frame.pass_through, frame.body)
+            if not subscription.put(parcel):
+                self._refuse(frame, ErrorCode.BUSY, f"{MAX_QUEUED} messages wait already")
+                return
+            self._seen[key] = None
+            if len(self._seen) > MAX_DEDUPLICATED:
+                self._seen.popitem(last=False)
+        self._send(Ack(to=frame.sender, sender=self._address, of=AckOf.MESSAGE, id=frame.id))
+
+    def _refuse(self, frame: Message, code: ErrorCode, detail: str) -> None:
+        self._send(
+            Error(
+                to=frame.sender,
+                sender=self._address,
+                of=FrameType.MESSAGE,
+                id=frame.id,
+                code=code,
+                detail=clip(detail),
+            )
+        )
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def post(
+        self,
+        to: Address,
+        topic: str,
+        body: Views,
+        *,
+        pass_through: bool = False,
+        on_refused: Callable[[StreamoffError], None] | None = None,
+    ) -> int:
+        """Send a message; it is repeated over a new link until it is acknowledged.
+
+        Args:
+            to: Who gets it.
+            topic: What it is about.
+            body: The encoded tree.
+            pass_through: Keep refs at the next endpoint.
+            on_refused: Called if the receiver refuses it.
+
+        Returns:
+            Its id.
+
+        Raises:
+            UnreachableError: No way to the receiver now.
+            LimitError: Too many messages are unacknowledged.
+        """
+        if not self._can_reach(to):
+            raise UnreachableError("no way to the receiver", peer=to)
+        if len(self._unacked) >= MAX_UNACKED:
+            raise LimitError(
+                "unacknowledged messages", expected=f"at most {MAX_UNACKED}", got=MAX_UNACKED + 1
+            )
+        frame = Message(
+            to=to,
+            sender=self._address,
+            kind=MessageKind.REQUEST,
+            topic=topic,
+            id=next(self._ids),
+            pass_through=pass_through,
+            body=body,
+        )
+        self._unacked[frame.id] = _Unacked(frame, on_refused)
+        self._send(frame)
+        return frame.id
+
+    def forget(self, message: int) -> None:
+        """Stop repeating a message."""
+        self._unacked.pop(message, None)
+
+    def repeat(self, along: Callable[[Address], bool]) -> None:
+        """A new link: send again what has not been acknowledged and goes that way."""
+        for waiting in tuple(self._unacked.values()):
+            if along(waiting.frame.to):
+                self._send(waiting.frame)
+
+    def on_acked(self, sender: Address, message: int) -> None:
+        """The receiver has it."""
+        waiting = self._unacked.get(message)
+        if waiting is not None and waiting.frame.to == sender:
+            del self._unacked[message]
+
+    def on_refused(self, sender: Address, message: int, why: str) -> None:
+        """The receiver will not have it, or is not there."""
+        waiting = self._unacked.get(message)
+        if waiting is None or waiting.frame.to != sender:
+            return
+        del self._unacked[message]
+        if waiting.on_refused is not None:
+            waiting.on_refused(UnreachableError("the message was refused", got=why, peer=sender))
+
+    def close(self) -> None:
+        """End every subscription and repeat nothing any more."""
+        for subscription in tuple(self._subscriptions.values()):
+            subscription.close()
+        self._unacked.clear()

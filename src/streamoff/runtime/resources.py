@@ -1,0 +1,79 @@
+"""What all endpoints of one event loop share, so that a thousand of them need no more than one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from streamoff.runtime.pool import BufferPool
+
+__all__ = ["LANDING_THREADS", "MAX_WINDOW", "READING_THREADS", "ResourceStatistics", "Resources"]
+
+LANDING_THREADS: Final = 4
+READING_THREADS: Final = 2
+MAX_WINDOW: Final = 8
+"""Chunks that one download may have asked for and not landed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceStatistics:
+    """A snapshot of what is in use."""
+
+    active_downloads: int
+    buffers_lent: int
+    buffers_peak: int
+    landing_threads: int
+    reading_threads: int
+
+
+@dataclass(slots=True)
+class Resources:
+    """Bounded resources of one event loop; use :meth:`current`.
+
+    Memory in flight is the pool, whatever the number of sites: a buffer is lent when bytes are here, never
+    when they are asked for. Landing, reading and arithmetic have thread limits of their own, so a program
+    that fills the default one cannot starve a transfer, and the other way round. A landing thread opens at
+    most one file, so descriptors are bounded with the threads.
+    """
+
+    pool: BufferPool = field(default_factory=BufferPool)
+    landing: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(LANDING_THREADS)
+    )
+    reading: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(READING_THREADS)
+    )
+    maths: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    active: int = 0
+
+    @staticmethod
+    def current() -> Resources:
+        """The resources of the running event loop, made at the first call."""
+        try:
+            return _current.get()
+        except LookupError:
+            resources = Resources()
+            _current.set(resources)
+            return resources
+
+    @property
+    def window(self) -> int:
+        """Chunks one download may have under way: its share of the pool, at least 1, at most 8."""
+        share = self.pool.count // max(1, self.active)
+        return max(1, min(MAX_WINDOW, share))
+
+    def statistics(self) -> ResourceStatistics:
+        """A snapshot."""
+        return ResourceStatistics(
+            self.active,
+            self.pool.lent,
+            self.pool.peak,
+            int(self.landing.borrowed_tokens),
+            int(self.reading.borrowed_tokens),
+        )
+
+
+_current: RunVar[Resources] = RunVar("streamoff.resources")

@@ -1,0 +1,1 @@
+"""Transports: how two endpoints get an ordered frame stream between them."""

@@ -1,0 +1,295 @@
+"""The memory transport: frames between endpoints of one event loop, with a network's bad habits.
+
+It speaks the wire: every head is encoded, checked and decoded. Bodies are handed over by reference, and a
+chunk is fetched from its source only when the receiving end takes it, so a slow or partitioned link holds
+no memory. Latency, bandwidth, partitions and cuts can be set per direction and while frames travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import anyio
+
+from streamoff.errors import LinkLostError, UnreachableError, UsageError
+from streamoff.runtime.link import Inbound, Outbound, Urgent
+from streamoff.types import Address
+from streamoff.wire.codec import Encoded, decode, encode
+from streamoff.wire.frames import Frame
+
+__all__ = ["Conditions", "MemoryLink", "MemoryNetwork"]
+
+PIPE_ITEMS: Final = 64
+"""Items that one direction of a link holds; a sender waits for room."""
+PIECE_BYTES: Final = 256 * 1024
+"""Between pieces of this size control frames overtake a chunk."""
+
+
+@dataclass(slots=True)
+class Conditions:
+    """How one direction of a link behaves; change it at any time.
+
+    Args:
+        latency: Seconds from sent to received.
+        bandwidth: Bytes per second; infinite by default.
+        partitioned: Nothing arrives and nothing is lost: the peers see silence.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    partitioned: bool = False
+    _listeners: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def set(
+        self,
+        *,
+        latency: float | None = None,
+        bandwidth: float | None = None,
+        partitioned: bool | None = None,
+    ) -> None:
+        """Change some of it; whoever waits looks again.
+
+        Raises:
+            UsageError: A negative latency or a bandwidth that is not above 0.
+        """
+        if latency is not None:
+            if not latency >= 0:
+                raise UsageError("latency", expected="seconds, 0 or more", got=latency)
+            self.latency = latency
+        if bandwidth is not None:
+            if not bandwidth > 0:
+                raise UsageError("bandwidth", expected="bytes per second above 0", got=bandwidth)
+            self.bandwidth = bandwidth
+        if partitioned is not None:
+            self.partitioned = partitioned
+        for listener in self._listeners:
+            listener()
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` at every change, until :meth:`unwatch`."""
+        self._listeners.append(listener)
+
+    def unwatch(self, listener: Callable[[], None]) -> None:
+        """Stop calling ``listener``."""
+        self._listeners.remove(listener)
+
+
+@dataclass(slots=True)
+class _Parcel:
+    due: float
+    item: Encoded | Outbound
+
+
+class _Pipe:
+    """One direction: a bounded queue of parcels with the time each may be taken."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self.conditions = conditions
+        self.ended: LinkLostError | None = None
+        self._parcels: deque[_Parcel] = deque()
+        self._moved = anyio.Event()
+        conditions.watch(self._notify)
+
+    def _notify(self) -> None:
+        moved, self._moved = self._moved, anyio.Event()
+        moved.set()
+
+    def end(self, error: LinkLostError, *, keep_control: bool) -> None:
+        """Take no more; what is queued is lost, except, if asked, the control frames."""
+        if self.ended is None:
+            self.ended = error
+            self.conditions.unwatch(self._notify)
+            queued, self._parcels = self._parcels, deque()
+            for parcel in queued:
+                if keep_control and isinstance(parcel.item, Encoded):
+                    self._parcels.append(parcel)
+                else:
+                    _drop(parcel.item)
+            self._notify()
+
+    async def send(self, item: Outbound, urgent: Urgent) -> None:
+        """Pace the item over the wire, then queue it; control frames overtake between pieces."""
+        try:
+            await self._pace(item, urgent)
+            while len(self._parcels) >= PIPE_ITEMS and self.ended is None:
+                await self._moved.wait()
+        except BaseException:
+            _drop(item)
+            raise
+        if self.ended is not None:
+            _drop(item)
+            raise self.ended
+        self._put(item)
+
+    async def _pace(self, item: Outbound, urgent: Urgent) -> None:
+        if isinstance(item, Frame):
+            return
+        left = item.nbytes
+        while left > 0 and self.ended is None:
+            for frame in urgent():
+                self._put(frame)
+            piece = min(left, PIECE_BYTES)
+            left -= piece
+            if not math.isinf(self.conditions.bandwidth):
+                await anyio.sleep(piece / self.conditions.bandwidth)
+
+    def _put(self, item: Outbound) -> None:
+        parcel = encode(item) if isinstance(item, Frame) else item
+        self._parcels.append(_Parcel(anyio.current_time() + self.conditions.latency, parcel))
+        self._notify()
+
+    async def receive(self) -> Inbound:
+        """Take the next parcel when it is due and the direction is not partitioned."""
+        while True:
+            await self._wait_due()
+            item = self._parcels.popleft().item
+            self._notify()
+            if isinstance(item, Encoded):
+                return Inbound(decode(item.head, item.body))
+            assert not isinstance(item, Frame)
+            rendered = await item.render()
+            if rendered is not None:
+                return self._through_the_wire(rendered)
+
+    async def _wait_due(self) -> None:
+        while True:
+            if self.ended is not None and not self._parcels:
+                raise self.ended
+            if not self._parcels or (self.conditions.partitioned and self.ended is None):
+                await self._moved.wait()
+            elif (wait := self._parcels[0].due - anyio.current_time()) > 0:
+                with anyio.move_on_after(wait):
+                    await self._moved.wait()
+            else:
+                return
+
+    @staticmethod
+    def _through_the_wire(rendered: Inbound) -> Inbound:
+        encoded = encode(rendered.frame)
+        return Inbound(decode(encoded.head, encoded.body), rendered.release)
+
+
+def _drop(item: Encoded | Outbound) -> None:
+    if not isinstance(item, (Encoded, Frame)):
+        item.drop()
+
+
+class MemoryLink:
+    """One end of a link: the pipe it writes and the pipe it reads."""
+
+    def __init__(self, out: _Pipe, into: _Pipe) -> None:
+        self._out = out
+        self._into = into
+
+    async def send(self, item: Outbound, urgent: Urgent) -> None:
+        """Send one item. See :class:`streamoff.runtime.link.Link`."""
+        await self._out.send(item, urgent)
+
+    async def receive(self) -> Inbound:
+        """Receive the next frame. See :class:`streamoff.runtime.link.Link`."""
+        return await self._into.receive()
+
+    async def aclose(self) -> None:
+        """Close both directions; control frames already sent still arrive, then the peer sees the end."""
+        error = LinkLostError("the link was closed by its owner")
+        self._out.end(error, keep_control=True)
+        self._into.end(error, keep_control=False)
+        await anyio.lowlevel.checkpoint()
+
+    def cut(self) -> None:
+        """Reset both directions at once; frames under way are lost."""
+        error = LinkLostError("the link was cut")
+        self._out.end(error, keep_control=False)
+        self._into.end(error, keep_control=False)
+
+
+class Acceptor(Protocol):
+    """What a listening endpoint does with a new link."""
+
+    def __call__(self, link: MemoryLink) -> None:
+        """Take over one end; must not block."""
+        ...
+
+
+class MemoryNetwork:
+    """A network inside one event loop: endpoints listen under their address and dial others.
+
+    Args:
+        latency: Seconds, the default of new links.
+        bandwidth: Bytes per second, the default of new links.
+    """
+
+    def __init__(self, *, latency: float = 0.0, bandwidth: float = math.inf) -> None:
+        self._latency = latency
+        self._bandwidth = bandwidth
+        self._listeners: dict[Address, Acceptor] = {}
+        self._conditions: dict[tuple[Address, Address], Conditions] = {}
+        self._links: dict[frozenset[Address], MemoryLink] = {}
+        self._refusing: set[frozenset[Address]] = set()
+
+    def listen(self, address: Address, accept: Acceptor) -> None:
+        """Accept links under an address.
+
+        Raises:
+            UsageError: Somebody listens there already.
+        """
+        if address in self._listeners:
+            raise UsageError("the address is taken", got=address)
+        self._listeners[address] = accept
+
+    def unlisten(self, address: Address) -> None:
+        """Accept no more links."""
+        self._listeners.pop(address, None)
+
+    def conditions(self, sender: str, receiver: str) -> Conditions:
+        """The conditions from one endpoint to another, now and for later links."""
+        key = (Address(sender), Address(receiver))
+        if key not in self._conditions:
+            self._conditions[key] = Conditions(self._latency, self._bandwidth)
+        return self._conditions[key]
+
+    async def dial(self, mine: Address, to: Address) -> MemoryLink:
+        """Open a link; a partitioned network lets it open, and nothing arrives.
+
+        Raises:
+            UnreachableError: Nobody listens there, or the cable is cut.
+        """
+        await anyio.lowlevel.checkpoint()
+        pair = frozenset((mine, to))
+        accept = self._listeners.get(to)
+        if accept is None or pair in self._refusing:
+            raise UnreachableError("nobody answers", peer=to)
+        there, back = _Pipe(self.conditions(mine, to)), _Pipe(self.conditions(to, mine))
+        self._links[pair] = near = MemoryLink(there, back)
+        accept(MemoryLink(back, there))
+        return near
+
+    def _both(self, one: str, other: str) -> Iterator[Conditions]:
+        yield self.conditions(one, other)
+        yield self.conditions(other, one)
+
+    def partition(self, one: str, other: str) -> None:
+        """Let nothing pass between two endpoints; both only see silence."""
+        for conditions in self._both(one, other):
+            conditions.set(partitioned=True)
+
+    def heal(self, one: str, other: str) -> None:
+        """End a partition; what was under way arrives."""
+        for conditions in self._both(one, other):
+            conditions.set(partitioned=False)
+
+    def cut(self, one: str, other: str) -> None:
+        """Reset the link between two endpoints and refuse new ones until :meth:`mend`."""
+        pair = frozenset((Address(one), Address(other)))
+        self._refusing.add(pair)
+        link = self._links.pop(pair, None)
+        if link is not None:
+            link.cut()
+
+    def mend(self, one: str, other: str) -> None:
+        """Let two endpoints dial each other again."""
+        self._refusing.discard(frozenset((Address(one), Address(other))))
