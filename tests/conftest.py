@@ -11,6 +11,13 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know pytest-asyncio's settings where it is not installed: the machine and wire tests run without it."""
+    if not pluginmanager.has_plugin("asyncio"):
+        parser.addini("asyncio_mode", "unused")
+        parser.addini("asyncio_default_fixture_loop_scope", "unused")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
     """Give every async test to anyio's plugin, unless it says that it wants asyncio only."""
@@ -25,8 +32,11 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """Return the backend of a test and its options; a new event loop for each test."""
-    name: str = request.param
+    """Return the backend of a test and its options; a new event loop for each test.
+
+    The parameter is a pair where a test asks for the fixture ``virtual_time`` of our own plugin.
+    """
+    name: str = request.param if isinstance(request.param, str) else request.param[0]
     if request.node.get_closest_marker("real_time"):
         return name, {"debug": True} if name == "asyncio" else {}
     from streamoff.testing.virtual import virtual_backend
