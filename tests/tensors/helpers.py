@@ -25,7 +25,7 @@ DTYPES = tuple(sorted(ITEMSIZE))
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Return a tensor's elements in row-major order, bit for bit."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "bytes overflow": ({"a": entry("F64", [2**61], 0, 0)}, "overflows"),
     "offsets reversed": ({"a": entry("U8", [1], 1, 0)}, "data_offsets"),
     "offset negative": ({"a": entry("U8", [1], -1, 0)}, "data_offsets"),
-    "offset bool": ({"a": entry("U8", [1], False, True)}, "data_offsets"),
+    "offset bool": ({"a": entry("U8", [1], 0, bool(1))}, "data_offsets"),
     "offset too big": ({"a": entry("U8", [1], BIG - 1, BIG)}, "data_offsets"),
     "three offsets": ({"a": {**GOOD["a"], "data_offsets": [0, 4, 8]}}, "data_offsets"),
     "offsets no list": ({"a": {**GOOD["a"], "data_offsets": 8}}, "data_offsets"),
@@ -160,13 +160,17 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "metadata surrogate": (b'{"__metadata__":{"k":"\\ud800"}}', "metadata"),
     "name surrogate": (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "UTF-8"),
     "duplicate key, other range": (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-        b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
+        (
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}'
+        ),
         "duplicate key",
     ),
     "duplicate key, identical": (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-        b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        (
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+        ),
         "duplicate key",
     ),
     "duplicate field": (

@@ -89,7 +89,8 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a direct tensor: format "B", one dimension, writable, shared."""
-    flat = tensor.detach().reshape(-1)
+    # Not reshape(-1): one element of stride 2 is contiguous, but keeps a stride that bytes cannot have.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -67,7 +69,7 @@ class StateWriter(Protocol):
 class FileWriter:
     """Writes a safetensors file under ``<name>.part`` and renames it into place.
 
-    The file is opened for each operation, so a writer holds no descriptor. A page of the file gets its
+    The file is opened for each operation; only a writer that may be replaced holds a descriptor. A page of the file gets its
     digest from the bytes that are written; only a page that several writes share is read back, once, by
     the write that completes it.
 
@@ -107,13 +109,13 @@ class FileWriter:
         self._lock: Final = threading.Lock()
         self._written = RangeSet()
         self._over = False
-        if replace:
-            self._part.unlink(missing_ok=True)
-        self._inode = self._create()
+        self._inode = self._create(replace=replace)
+        # A name can come back with the same inode number once that is free: so it is kept in use.
+        self._unpin = weakref.finalize(self, os.close, self._pin()) if replace else None
         try:
             self.put(0, (memoryview(layout.header),))
         except BaseException:
-            self._part.unlink(missing_ok=True)
+            self._remove()
             raise
 
     @property
@@ -178,7 +180,7 @@ class FileWriter:
             self._part.rename(self._path)
             if self._durable:
                 sync_directory(self._path.parent)
-        self._over = True
+        self._end()
         return LazyStateDict(
             self._path,
             self._layout,
@@ -198,22 +200,38 @@ class FileWriter:
         if self._dispose is not None:
             self._dispose(self._path.parent)
         else:
-            self._part.unlink(missing_ok=True)
+            self._remove()
+        self._end()
 
-    def _create(self) -> tuple[int, int]:
+    def _remove(self) -> None:
+        """Remove the unfinished file unless it is another writer's by now."""
+        with suppress(OSError), opened(self._part, os.O_RDONLY) as fd:
+            self._check_same(fd)
+            self._part.unlink()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._unpin is not None:
+            self._unpin()
+
+    def _create(self, *, replace: bool) -> tuple[int, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with (
-            translated(self._part, "make room", self._layout.size),
-            opened(self._part, flags) as fd,
-        ):
-            try:
-                if not allocate(fd, self._layout.size):
-                    os.ftruncate(fd, self._layout.size)
-            except OSError:
+        with translated(self._part, "make room", self._layout.size):
+            if replace:
                 self._part.unlink(missing_ok=True)
-                raise
-            stat = os.fstat(fd)
-            return stat.st_dev, stat.st_ino
+            with opened(self._part, flags) as fd:
+                try:
+                    if not allocate(fd, self._layout.size):
+                        os.ftruncate(fd, self._layout.size)
+                except OSError:
+                    self._part.unlink(missing_ok=True)
+                    raise
+                stat = os.fstat(fd)
+                return stat.st_dev, stat.st_ino
+
+    def _pin(self) -> int:
+        with translated(self._part, "open"):
+            return os.open(self._part, os.O_RDONLY | os.O_CLOEXEC)
 
     def _record(self, item: ByteRange, pages: Mapping[int, int]) -> list[int]:
         """Note what is written; return the pages that this write has completed, but not alone."""
