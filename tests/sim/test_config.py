@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,12 @@ from streamoff.sim.config import SimulationConfig
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"x")
 
 
-def test_the_defaults_are_valid_and_frozen():
+def test_the_defaults_are_valid_and_frozen() -> None:
     """The default simulation needs no setting, and none changes once it is made."""
     config = SimulationConfig()
     assert (config.sites, config.rounds, config.task, config.offload) == (8, 5, "digits", False)
@@ -64,13 +65,13 @@ def test_the_defaults_are_valid_and_frozen():
         ),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(settings, named):
+def test_a_wrong_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     """A value of the wrong type or range, and values that contradict each other, are named."""
     with pytest.raises(UsageError, match=named):
         SimulationConfig(**settings)
 
 
-def test_an_output_inside_a_job_root_is_refused(tmp_path):
+def test_an_output_inside_a_job_root_is_refused(tmp_path: Path) -> None:
     """A job root is removed whole, so no model is published into one."""
     root = tmp_path / "streamoff_tensor_offload_job_0123456789abcdef"
     root.mkdir()
@@ -78,7 +79,7 @@ def test_an_output_inside_a_job_root_is_refused(tmp_path):
         SimulationConfig(output=root / "model.safetensors")
 
 
-def test_fitting_settings_are_taken(tmp_path):
+def test_fitting_settings_are_taken(tmp_path: Path) -> None:
     """A checkpoint simulation starts from a file or from a size, and an old output may be replaced."""
     (tmp_path / "model.safetensors").write_bytes(b"old")
     SimulationConfig(task="checkpoint", model=Path("a.safetensors"), min_responses=8)

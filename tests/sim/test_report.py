@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from streamoff.sim.report import (
 )
 
 
-def a_report(*, metrics=None, failed=None, left=0):
+def a_report(
+    *,
+    metrics: Mapping[str, float] | None = None,
+    failed: Mapping[str, str] | None = None,
+    left: int = 0,
+) -> SimulationReport:
+    """Return a report of two rounds."""
     rows = tuple(
         RoundRow(
             round=number,
@@ -24,7 +31,7 @@ def a_report(*, metrics=None, failed=None, left=0):
             accepted=("site-1", "site-2"),
             failed=failed or {},
             bytes_landed=3 * 2**20 * number,
-            metrics={"accuracy": 0.9 + number / 100, "loss": 2.5} | (metrics or {}),
+            metrics={"accuracy": 0.9 + number / 100, "loss": 2.5} | dict(metrics or {}),
         )
         for number in (1, 2)
     )
@@ -41,7 +48,7 @@ def a_report(*, metrics=None, failed=None, left=0):
     )
 
 
-def test_the_json_has_exactly_the_promised_keys():
+def test_the_json_has_exactly_the_promised_keys() -> None:
     """A reader of the JSON finds these keys and no others."""
     found = json.loads(json.dumps(a_report().to_json()))
     assert found == {
@@ -73,13 +80,13 @@ def test_the_json_has_exactly_the_promised_keys():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_metric_that_is_no_number_is_null(value):
+def test_a_metric_that_is_no_number_is_null(value: float) -> None:
     """The JSON stays JSON when a metric is not finite."""
     text = json.dumps(a_report(metrics={"loss": value}).to_json(), allow_nan=False)
     assert json.loads(text)["metrics"]["loss"] is None
 
 
-def test_the_columns_of_the_text_are_aligned():
+def test_the_columns_of_the_text_are_aligned() -> None:
     """Every line of the table is as wide as its head, and the last round's numbers stand in it."""
     head, first, second = a_report(metrics={"drift": 1e-9}).to_text().splitlines()[2:5]
     assert len(head) == len(first) == len(second)
@@ -89,7 +96,7 @@ def test_the_columns_of_the_text_are_aligned():
     assert second.split() == ["2", "3.00", "2", "0", "6.0", "MiB", "0.9200", "1e-09", "2.5000"]
 
 
-def test_the_text_names_failures_and_leftovers():
+def test_the_text_names_failures_and_leftovers() -> None:
     """What went wrong is said: which site, why, and what was left on disk."""
     text = a_report(failed={"site-3": "no space"}, left=2).to_text()
     assert "round 1: site-3 failed: no space" in text

@@ -37,8 +37,8 @@ SPREAD: Final = 2.0**-4
 NOISY: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Dtypes that get noise; tensors of others are returned unchanged."""
 
-SAMPLES: Final = 16
-"""Blocks that are recomputed, besides the first and the last one of the model."""
+SAMPLES: Final = 32
+"""Blocks that are recomputed at byte offsets drawn from the seed, and once more in tensors by turns."""
 SAMPLE_ELEMENTS: Final = 4096
 
 
@@ -377,13 +377,16 @@ def _average(
 
 
 def _samples(layout: Layout, seed: int) -> Iterator[Sample]:
-    """Choose blocks: the first, the last, and some at byte offsets drawn from the seed."""
-    if not layout.data_nbytes:
-        return
-    starts = [spec.start for spec in layout.specs]
-    drawn = [derive(seed, "sample", index) % layout.data_nbytes for index in range(SAMPLES)]
-    for offset in (0, *drawn, layout.data_nbytes - 1):
-        spec = layout.specs[bisect_right(starts, offset) - 1]
-        size = itemsize(spec.dtype)
-        first = min((offset - spec.start) // size, max(spec.numel - SAMPLE_ELEMENTS, 0))
-        yield Sample(spec, first, min(SAMPLE_ELEMENTS, spec.numel - first))
+    """Choose blocks by byte, so that large tensors have more, and by tensor, so that small ones have some."""
+    specs = [spec for spec in layout.specs if spec.nbytes]
+    starts = [spec.start for spec in specs]
+    chosen = [(spec, 0) for spec in specs[:: -(-len(specs) // SAMPLES) or 1]]
+    for index in range(SAMPLES if specs else 0):
+        offset = derive(seed, "sample", index) % layout.data_nbytes
+        spec = specs[bisect_right(starts, offset) - 1]
+        chosen.append((spec, (offset - spec.start) // itemsize(spec.dtype)))
+    if specs:
+        chosen.append((specs[-1], specs[-1].numel))
+    for spec, element in chosen:
+        first = max(min(element, spec.numel - SAMPLE_ELEMENTS), 0)
+        yield Sample(spec, first, min(SAMPLE_ELEMENTS, spec.numel))
