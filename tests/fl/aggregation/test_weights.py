@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from streamoff.errors import UsageError, WeightError
 from streamoff.fl.aggregation import weight_of, weighted_metrics
-from streamoff.fl.aggregation.weights import exponent_of
+from streamoff.fl.aggregation.weights import Scale
 
 from .support import ENGINES, aggregate, contribution, exact_mean, terms
 
@@ -78,10 +78,19 @@ def test_negative_zero_is_zero():
 
 
 @given(st.lists(st.floats(0, 1.7e308), min_size=1).filter(any))
-def test_scaled_weights_add_up_to_at_most_one(weights):
-    """Whatever the weights, also where their sum overflows, scaled ones total 0.5 to 1."""
-    exponent = exponent_of(weights)
-    assert 0.49 <= math.fsum(math.ldexp(weight, -exponent) for weight in weights) <= 1.0
+def test_factors_add_up_to_at_most_one(weights):
+    """Whatever the weights, also where their sum overflows, factors total 0.5 to 1, up to rounding."""
+    scale = Scale.of(weights)
+    total = math.fsum(map(scale.factor, weights))
+    assert total * (1 + 1e-12) >= 0.5
+    assert total <= 1.0
+
+
+@given(st.floats(5e-324, 1.7e308), st.integers(1, 50))
+def test_equal_weights_are_powers_of_two(weight, sites):
+    """Sites of equal weight, whatever it is, and a single site are multiplied without rounding."""
+    scale = Scale.of([weight] * sites)
+    assert math.frexp(scale.factor(weight))[0] == 0.5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -168,6 +177,6 @@ def test_metric_means_are_exact_to_rounding_in_any_order(pairs):
     found = weighted_metrics(metrics, weights)["m"]
     values = [value for _, value in pairs]
     exact = exact_mean(values, list(weights.values()))
-    assert math.isclose(found, exact, rel_tol=1e-12, abs_tol=1e-12 * max(map(abs, values)))
+    assert math.isclose(found, exact, rel_tol=1e-12, abs_tol=1e-12 * max(map(abs, values)) + 1e-320)
     backwards = dict(reversed(metrics.items()))
     assert weighted_metrics(backwards, weights)["m"] == found

@@ -11,6 +11,7 @@ from streamoff.fl.aggregation.engine import (
     EngineName,
     NewWriter,
     Stop,
+    check_engine,
     choose_engine,
     preflight,
 )
@@ -58,5 +59,7 @@ def open_engine(name: EngineName, terms: Terms) -> Engine:
 
     Raises:
         DtypeError: The global model has an entry without arithmetic that is not excluded.
+        UsageError: There is no such engine.
     """
+    check_engine(name)
     return Columnar(terms) if name == "columnar" else InTime(terms)

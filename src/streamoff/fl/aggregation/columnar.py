@@ -31,7 +31,7 @@ from streamoff.fl.aggregation.engine import EngineName, NewWriter, Stop, never_s
 from streamoff.fl.aggregation.intake import READ_FAILURES, Intake, Terms, nonfinite
 from streamoff.fl.aggregation.reading import ReadAhead
 from streamoff.fl.aggregation.report import AggregationResult
-from streamoff.fl.aggregation.weights import exponent_of
+from streamoff.fl.aggregation.weights import Scale
 from streamoff.tensors.state import State
 from streamoff.tensors.writer import StateWriter
 
@@ -50,6 +50,7 @@ class _SiteFailed(Exception):  # noqa: N818 -- caught inside
 class _Voter(NamedTuple):
     state: State
     weight: float
+    """As a factor."""
     same: bool
 
 
@@ -126,12 +127,12 @@ class Columnar:
         if not self._states:
             raise AggregationError("there is no contribution", round=self._terms.round)
         weights = self._intake.weights
-        exponent = exponent_of(weights[site] for site in sorted(weights))
+        scale = Scale.of(weights[site] for site in sorted(weights))
         specs = self._intake.layout.specs
         return {
             site: _Voter(
                 self._states[site],
-                math.ldexp(weights[site], -exponent),
+                scale.factor(weights[site]),
                 self._states[site].layout.specs == specs,
             )
             for site in self._intake.voters()

@@ -19,6 +19,7 @@ __all__ = [
     "EngineName",
     "NewWriter",
     "Stop",
+    "check_engine",
     "choose_engine",
     "never_stop",
     "preflight",
@@ -165,8 +166,7 @@ def preflight(
         NoSpaceError: More than the file system has.
         UsageError: An argument is of the wrong type or range.
     """
-    if engine not in get_args(EngineName):
-        raise UsageError("engine", expected=" | ".join(get_args(EngineName)), got=engine)
+    check_engine(engine)
     _check_numbers(sites, model_bytes, quota, free)
     if type(concurrent) is not int or concurrent < 1:
         raise UsageError("concurrent", expected="an int from 1", got=concurrent)
@@ -193,6 +193,16 @@ def preflight(
             engine=engine,
         )
     return needed
+
+
+def check_engine(name: object) -> None:
+    """Make sure that there is such an engine.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if name not in get_args(EngineName):
+        raise UsageError("engine", expected=" | ".join(get_args(EngineName)), got=name)
 
 
 def _disk_needed(engine: EngineName, sites: int, model_bytes: int, concurrent: int) -> int:

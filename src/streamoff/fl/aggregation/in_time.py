@@ -26,7 +26,7 @@ from streamoff.fl.aggregation.engine import EngineName, NewWriter, Stop, never_s
 from streamoff.fl.aggregation.intake import READ_FAILURES, Intake, Terms, nonfinite
 from streamoff.fl.aggregation.reading import ReadAhead
 from streamoff.fl.aggregation.report import AggregationResult
-from streamoff.fl.aggregation.weights import exponent_of
+from streamoff.fl.aggregation.weights import Scale
 from streamoff.tensors.writer import StateWriter
 
 __all__ = ["InTime"]
@@ -72,7 +72,7 @@ class InTime:
         }
         self._scratch: Final = np.empty(BLOCK_BYTES, dtype=np.uint8)
         self._tallies: Final = {block.group: _Tally() for block in self._blocks}
-        self._exponent: int | None = None
+        self._scale: Scale | None = None
         self._touched = False
 
     def __enter__(self) -> Self:
@@ -118,6 +118,7 @@ class InTime:
             if self._touched:
                 self._intake.lose("cut while a contribution was being added", site=site)
             raise
+        self._scale = self._scale or Scale.of([contribution.weight])
         for group in {block.group for block in self._wanted(site)}:
             tally = self._tallies[group]
             tally.weights.append(contribution.weight)
@@ -125,10 +126,7 @@ class InTime:
 
     def _add_blocks(self, contribution: Contribution, stop: Stop) -> None:
         site, state = contribution.site, contribution.state
-        exponent = exponent_of(self._intake.weights.values())
-        if self._exponent is not None:
-            exponent = max(exponent, self._exponent)
-        weight = math.ldexp(contribution.weight, -exponent)
+        scale = self._scale_with(contribution.weight)
         same = state.layout.specs == self._intake.layout.specs
         wanted = [block for block in self._wanted(site) if not self._outvoted(block, site)]
         with ReadAhead(BLOCK_BYTES) as ahead:
@@ -139,13 +137,13 @@ class InTime:
                     inspect(block, parts, self._scratch)
             for block, parts in zip(wanted, ahead.each(reads), strict=True):
                 stop()
-                self._rescale(exponent)
+                self._rescale(scale.exponent)
                 self._touched |= len(parts) > 1
                 fold(
                     block,
                     self._accumulators[block],
                     parts,
-                    weight,
+                    scale.factor(contribution.weight),
                     self._scratch,
                     first=self._tallies[block.group].first is None,
                     check=False,
@@ -164,14 +162,21 @@ class InTime:
         assert block.method is not None
         return block.method.rule is Rule.FIRST and first is not None and first < site
 
+    def _scale_with(self, weight: float) -> Scale:
+        """The scale of all that has been added and one weight more; it never gets finer."""
+        if self._scale is None:
+            return Scale.of([weight])
+        wider = Scale.of(self._intake.weights.values(), self._scale.reference)
+        return wider if wider.exponent > self._scale.exponent else self._scale
+
     def _rescale(self, exponent: int) -> None:
         """Make room for more weight, by a power of two: no bit of a mantissa changes."""
-        if self._exponent is not None and exponent > self._exponent:
-            factor = math.ldexp(1.0, self._exponent - exponent)
+        if self._scale is not None and exponent > self._scale.exponent:
+            factor = math.ldexp(1.0, self._scale.exponent - exponent)
             for block, accumulator in self._accumulators.items():
                 assert block.method is not None
                 block.method.rescale(accumulator, factor)
-        self._exponent = exponent
+            self._scale = Scale(self._scale.reference, exponent)
 
     def _failed(self, site: str, error: StreamoffError | OSError) -> AggregationError:
         verdict = self._intake.reject(site, error)
@@ -187,10 +192,10 @@ class InTime:
         weights = self._intake.weights
         if not weights:
             raise AggregationError("there is no contribution", round=self._terms.round)
-        exponent_of(weights.values())
+        scale = self._scale or Scale.of(weights.values())
         writer = new_writer(self._intake.layout)
         try:
-            self._write(writer, stop)
+            self._write(writer, scale, stop)
             stop()
             state = writer.finish()
         except BaseException as error:
@@ -202,9 +207,8 @@ class InTime:
         self.close()
         return AggregationResult(state, report)
 
-    def _write(self, writer: StateWriter, stop: Stop) -> None:
+    def _write(self, writer: StateWriter, scale: Scale, stop: Stop) -> None:
         buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        exponent = self._exponent or 0
         for block in self._blocks:
             stop()
             tally, method = self._tallies[block.group], block.method
@@ -212,7 +216,7 @@ class InTime:
                 writer.write(block.start, self._intake.read_base(block, buffer).data)
                 continue
             base = self._intake.read_base(block, buffer) if method.diff else None
-            total = math.fsum(method.rounded(math.ldexp(w, -exponent)) for w in tally.weights)
+            total = math.fsum(method.rounded(scale.factor(weight)) for weight in tally.weights)
             try:
                 result = method.finish(
                     self._accumulators[block],

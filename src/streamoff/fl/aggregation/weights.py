@@ -1,7 +1,8 @@
 """Weights of sites: what is a weight, and how weights become shares.
 
-Every engine scales weights by a power of two so that they add up to at most 1. Powers of two leave the
-mantissa alone, so the scaling changes no bit of a mean; it only keeps sums from overflowing.
+Engines weigh sites relative to the first of them, so that equal weights, and a single site, multiply by
+exactly 1; then scale by a power of two so that the weights add up to at most 1. Powers of two leave the
+mantissa alone: that scaling changes no bit of a mean, it only keeps sums from overflowing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from streamoff.errors import UsageError, WeightError
 
-__all__ = ["exponent_of", "weight_of", "weighted_metrics"]
+__all__ = ["Scale", "weight_of", "weighted_metrics"]
 
 
 def weight_of(value: object, *, site: str | None = None) -> float:
@@ -47,27 +50,50 @@ def weight_of(value: object, *, site: str | None = None) -> float:
     return abs(weight)
 
 
-def exponent_of(weights: Iterable[float]) -> int:
-    """Return k such that the weights times ``2**-k`` add up to at least 0.5 and less than 1.
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How weights become factors.
 
     Args:
-        weights: Finite and not negative, with at least one above 0; their sum may exceed the largest
-            float.
-
-    Raises:
-        WeightError: No weight is above 0.
+        reference: The weight that becomes a power of two, above 0.
+        exponent: Factors are relative weights times ``2**-exponent``.
     """
-    given = list(weights)
-    largest = max(given, default=0.0)
-    if largest == 0.0:
-        raise WeightError(
-            "the weights add up to 0",
-            expected="a total above 0",
-            got=f"{len(given)} weights of 0",
-            hint="The previous model stands. Check that some site trained on at least one example",
-        )
-    first = math.frexp(largest)[1]
-    return first + math.frexp(math.fsum(math.ldexp(weight, -first) for weight in given))[1]
+
+    reference: float
+    exponent: int = 0
+
+    @classmethod
+    def of(cls, weights: Iterable[float], reference: float | None = None) -> Self:
+        """Return the scale at which the factors add up to at least 0.5 and less than 1.
+
+        Args:
+            weights: Finite and not negative; their sum may exceed the largest float.
+            reference: One of them, above 0; by default the first that is.
+
+        Raises:
+            WeightError: No weight is above 0.
+        """
+        positive = [weight for weight in weights if weight > 0.0]
+        if not positive:
+            raise WeightError(
+                "the weights add up to 0",
+                expected="a total above 0",
+                hint="The previous model stands. Check that some site trained on at least one example",
+            )
+        plain = cls(positive[0] if reference is None else reference)
+        largest = plain._relative(max(positive))[1]
+        total = math.fsum(cls(plain.reference, largest).factor(weight) for weight in positive)
+        return cls(plain.reference, largest + math.frexp(total)[1])
+
+    def factor(self, weight: float) -> float:
+        """Return the factor of a weight; 0.0 where it is too small against the others to count."""
+        mantissa, exponent = self._relative(weight)
+        return math.ldexp(mantissa, exponent - self.exponent)
+
+    def _relative(self, weight: float) -> tuple[float, int]:
+        mantissa, exponent = math.frexp(weight)
+        reference, its_exponent = math.frexp(self.reference)
+        return mantissa / reference, exponent - its_exponent
 
 
 def weighted_metrics(
@@ -89,7 +115,7 @@ def weighted_metrics(
         UsageError: A value is not a number.
     """
     checked = {site: weight_of(weights.get(site), site=site) for site in sorted(metrics)}
-    exponent_of(checked.values())
+    Scale.of(checked.values())
     columns: dict[str, list[tuple[float, float]]] = {}
     for site, weight in checked.items():
         for name, value in metrics[site].items():
@@ -100,8 +126,8 @@ def weighted_metrics(
 
 
 def _mean(column: list[tuple[float, float]]) -> float:
-    exponent = exponent_of(weight for weight, _ in column)
-    scaled = [(math.ldexp(weight, -exponent), value) for weight, value in column]
+    scale = Scale.of(weight for weight, _ in column)
+    scaled = [(scale.factor(weight), value) for weight, value in column]
     total = math.fsum(weight for weight, _ in scaled)
     parts = [weight / total * value for weight, value in scaled]
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
