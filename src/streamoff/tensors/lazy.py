@@ -121,6 +121,11 @@ class LazyTensor(_Stays):
         """Bytes of the whole tensor."""
         return self._spec.nbytes
 
+    @property
+    def reader(self) -> FileReader:
+        """The file it lies in; tensors of one file share it."""
+        return self._files.reader
+
     def numel(self) -> int:
         """Number of elements."""
         return self._spec.numel

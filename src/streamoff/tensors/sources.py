@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from streamoff.errors import JobClosedError
 from streamoff.tensors.files import Guard
 from streamoff.tensors.layout import DEFAULT_LIMITS, HeaderLimits, Layout
-from streamoff.tensors.lazy import LazyStateDict
+from streamoff.tensors.lazy import LazyStateDict, LazyTensor
 from streamoff.tensors.reader import FileReader
 from streamoff.tensors.views import Views
 

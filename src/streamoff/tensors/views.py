@@ -18,7 +18,8 @@ def as_bytes(buffer: memoryview | bytes | bytearray) -> memoryview:
         TypeError: The buffer is not C-contiguous.
     """
     view = memoryview(buffer)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    flat = view.format == "B" and view.ndim == 1 and view.c_contiguous
+    return view if flat else view.cast("B")
 
 
 def nbytes(views: Iterable[memoryview]) -> int:
