@@ -261,6 +261,47 @@ def test_values_do_not_depend_on_their_place_in_a_tensor(engine):
 
 
 @each_engine
+@pytest.mark.parametrize("rule", ["average", "max", "first"])
+def test_averaged_buffers_load_strictly(engine, rule):
+    """A batch-norm counter keeps shape () and int64, so the result loads with ``strict=True``."""
+
+    def network(batches: int) -> torch.nn.Module:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        for _ in range(batches):
+            module(torch.randn(8, 3))
+        return module
+
+    sites = [contribution(f"s{n}", network(n + 3).state_dict()) for n in range(3)]
+    module = network(0)
+    state = aggregate(engine, terms(module.state_dict(), integers=rule), sites).state
+    found = {name: state.tensor(name) for name in state.layout.names}
+    module.load_state_dict(found, strict=True)
+    counter = module.state_dict()["1.num_batches_tracked"]
+    expected = {"average": 4, "max": 5, "first": 3}[rule]
+    assert (counter.dtype, counter.shape, counter.item()) == (torch.int64, (), expected)
+
+
+@each_engine
+@pytest.mark.parametrize("step_dtype", [torch.float32, torch.int64], ids=str)
+def test_optimiser_steps_are_averaged_only_if_asked(engine, step_dtype):
+    """Adam's 0-dim steps keep dtype, shape and value when excluded; its bfloat16 moments are averaged."""
+
+    def moments(step: int, value: float) -> dict[str, torch.Tensor]:
+        return {
+            "0.step": torch.tensor(step, dtype=step_dtype),
+            "0.exp_avg": torch.full((3,), value, dtype=torch.bfloat16),
+        }
+
+    for exclude, step in ((["*.step"], 100), ([], 20)):
+        sites = [contribution("a", moments(10, 1.0)), contribution("b", moments(30, 2.0))]
+        state = aggregate(engine, terms(moments(100, 0.0), exclude=exclude), sites).state
+        found = state.tensor("0.step")
+        assert (found.dtype, found.shape, found.item()) == (step_dtype, (), step)
+        assert state.tensor("0.exp_avg").dtype == torch.bfloat16
+        assert state.tensor("0.exp_avg").tolist() == [1.5] * 3
+
+
+@each_engine
 def test_a_result_that_overflows_its_dtype_costs_the_round(engine):
     """Finite differences on a finite model that leave float16 are an error, not an infinite model."""
     previous = {"w": torch.tensor([60000.0], dtype=torch.float16)}

@@ -154,6 +154,7 @@ def test_a_cut_in_the_middle_of_a_contribution_costs_the_round():
                 outcomes.add("lost")
             else:
                 assert bits(result.state) == bits(MemoryState(model(1)))
+                assert result.report.sites == ("a",)
                 outcomes.add("alone")
     assert outcomes == {"lost", "alone"}
 

@@ -85,7 +85,8 @@ def _is_float(dtype: str) -> bool:
     if dtype not in _FLOATS:
         return False
     try:
-        torch.zeros(1, dtype=torch_dtype(dtype)).to(torch.float32).to(torch_dtype(dtype))
+        one = torch.ones(1, dtype=torch.float32, device="cpu")
+        one.to(torch_dtype(dtype)).to(torch.float32)
     except (RuntimeError, TypeError, ValueError, UsageError):
         return False
     return True

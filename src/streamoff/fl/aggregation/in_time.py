@@ -117,6 +117,7 @@ class InTime:
         except BaseException:
             if self._touched:
                 self._intake.lose("cut while a contribution was being added", site=site)
+            self._intake.withdraw(site)
             raise
         self._scale = self._scale or Scale.of([contribution.weight])
         for group in {block.group for block in self._wanted(site)}:

@@ -220,9 +220,7 @@ class Intake:
         tensor = where.get("tensor")
         key = tensor if isinstance(tensor, str) else None
         if reason is not Reason.DUPLICATE:
-            self.weights.pop(site, None)
-            self.missing.pop(site, None)
-            self._dropped.pop(site, None)
+            self.withdraw(site)
         self._rejected.append(Rejection(site, reason, str(error), key))
         policies = self.terms.policies
         if (reason is Reason.SPEC and policies.mismatch == "reject_round") or (
@@ -240,6 +238,12 @@ class Intake:
             reason=reason,
         )
         return rejected.located(**where)
+
+    def withdraw(self, site: str) -> None:
+        """Forget that a site was admitted."""
+        self.weights.pop(site, None)
+        self.missing.pop(site, None)
+        self._dropped.pop(site, None)
 
     def lose(self, what: str, **facts: object) -> AggregationError:
         """Give the round up; every later call raises the same error."""
