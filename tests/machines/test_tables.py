@@ -58,7 +58,7 @@ Accepted         PEER           STREAMING/PM     .                     .        
 Planned          OURS           OPENING          STREAMING/PM          BACKOFF               OURS                  OURS                .     .       .          .
 LandedMore       OURS           OPENING          STREAMING/PM          BACKOFF               .                     .                   .     .       .          .
 LandedAll        OURS           FINALISING/F     FINALISING/F          FINALISING/F          .                     .                   .     .       .          .
-HoldAsked        OURS           .                STREAMING/SH          .                     .                     .                   .     .       .          .
+HoldAsked        OURS           .                STREAMING/SH          .                     FINALISING/SH         .                   .     .       .          .
 Stalled          OURS           BACKOFF          BACKOFF               OURS                  OURS                  OURS                .     .       .          .
 Exhausted        OURS           FAILED/D,R       FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     OURS                  OURS                .     .       .          .
 RetryDue         OURS           OURS             OURS                  OPENING/SO            OURS                  OURS                .     .       .          .

@@ -584,6 +584,7 @@ note_o = Go(D.OPENING, _note)
 note_b = Go(D.BACKOFF, _note)
 land = Go(D.FINALISING, _finalise)
 hold = Go(D.STREAMING, _hold)
+hold_f = Go(D.FINALISING, _hold)
 stall = Go(D.BACKOFF, _back_off)
 lost = Go(D.BACKOFF, _await_link)
 still = Go(D.BACKOFF, _keep_waiting)
@@ -604,23 +605,23 @@ late = Ignore("it has ended; the first cause stands")
 dup = Ignore("a repeated answer after a retry")
 moot = Ignore("the payload is here; only its place or its receipt is awaited")
 back = Ignore("the link was not missed")
-idle = Ignore("a hold matters only while bytes are awaited")
+idle = Ignore("a hold matters only while the producer waits for us")
 ours = Refuse(Blame.LOCAL)
 peer = Refuse(Blame.PEER)
 
 # fmt: off
 TABLE: Final[dict[D, Cells]] = {
-    #                    Started Accepted Planned More    All   Hold  Stalled Exhausted Retry  Lost   Restored Grace  Noticed  Refused  Landing  Cancel    Finalised Due   Acked    GivenUp
-    D.IDLE:        Cells(start,  peer,    ours,   ours,   ours, ours, ours,   ours,     ours,  back,  back,    ours,  i_dead,  peer,    ours,    i_cancel, ours,     ours, peer,    ours   ),
-    D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle, stall,  drop,     ours,  lost,  back,    ours,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
-    D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold, stall,  drop,     ours,  lost,  back,    ours,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
-    D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle, ours,   drop,     again, still, again,   dead,  dead,    fail,    drop,    cancel,   ours,     ours, peer,    ours   ),
-    D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, idle, ours,   ours,     ours,  moot,  moot,    ours,  moot,    moot,    f_fail,  cancel,   confirm,  ours, peer,    ours   ),
-    D.CONFIRMING:  Cells(ours,   dup,     ours,   moot,   moot, idle, ours,   ours,     ours,  moot,  renag,   ours,  deliver, deliver, ours,    deliver,  ours,     nag,  deliver, deliver),
-    D.DONE:        Cells(ours,   late,    late,   late,   late, late, late,   late,     late,  late,  late,    late,  late,    late,    late,    late,     late,     late, late,    late   ),
-    D.FAILED:      Cells(ours,   late,    late,   late,   late, late, late,   late,     late,  late,  late,    late,  late,    late,    late,    late,     late,     late, late,    late   ),
-    D.CANCELLED:   Cells(ours,   late,    late,   late,   late, late, late,   late,     late,  late,  late,    late,  late,    late,    late,    late,     late,     late, late,    late   ),
-    D.SOURCE_LOST: Cells(ours,   late,    late,   late,   late, late, late,   late,     late,  late,  late,    late,  late,    late,    late,    late,     late,     late, late,    late   ),
+    #                    Started Accepted Planned More    All   Hold    Stalled Exhausted Retry  Lost   Restored Grace Noticed  Refused  Landing Cancel    Finalised Due   Acked    GivenUp
+    D.IDLE:        Cells(start,  peer,    ours,   ours,   ours, ours,   ours,   ours,     ours,  back,  back,    ours, i_dead,  peer,    ours,   i_cancel, ours,     ours, peer,    ours   ),
+    D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle,   ours,   drop,     again, still, again,   dead, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, hold_f, ours,   ours,     ours,  moot,  moot,    ours, moot,    moot,    f_fail, cancel,   confirm,  ours, peer,    ours   ),
+    D.CONFIRMING:  Cells(ours,   dup,     ours,   moot,   moot, idle,   ours,   ours,     ours,  moot,  renag,   ours, deliver, deliver, ours,   deliver,  ours,     nag,  deliver, deliver),
+    D.DONE:        Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
+    D.FAILED:      Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
+    D.CANCELLED:   Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
+    D.SOURCE_LOST: Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
 }
 # fmt: on
 
