@@ -182,6 +182,7 @@ class BaseEndpoint:
         self._notices = NoticeBook()
         self.jobs: set[ClosesWithEndpoint] = set()
         self.open_jobs: set[str] = set()
+        self.warned_no_job = False
         self._scopes: set[anyio.CancelScope] = set()
 
     # --- life -------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ class BaseEndpoint:
                     "a link spoke for somebody else", expected=driver.peer, got=frame.sender
                 )
             if frame.to == self.address:
-                self._handle(frame, inbound)
+                self._handle(driver, frame, inbound)
                 return
             inbound.release()
             self._unreachable(driver, frame)
@@ -469,7 +470,7 @@ class BaseEndpoint:
             )
         )
 
-    def _handle(self, frame: Routed, inbound: Inbound) -> None:  # noqa: C901, PLR0912 - a dispatch
+    def _handle(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:  # noqa: C901, PLR0912 - a dispatch
         match frame:
             case Chunk():
                 transfer = self._transfer_of(frame.stream, frame.sender)
@@ -491,7 +492,8 @@ class BaseEndpoint:
                 if transfer := self._transfer_of(frame.stream, frame.sender):
                     transfer.on_opened(frame)
             case Message():
-                self.mailbox.on_message(frame, self._instances.get(frame.sender, b""))
+                instance = self._instances.get(frame.sender, b"")
+                self.mailbox.on_message(frame, instance, driver.peer, uplink=driver.uplink)
             case Ack():
                 self._on_ack(frame)
             case Error():

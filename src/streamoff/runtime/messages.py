@@ -52,13 +52,25 @@ MAX_DEDUPLICATED: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A message as it came: not decoded, sender checked."""
+    """A message as it came: not decoded, sender checked.
+
+    Args:
+        sender: Who sent it.
+        topic: What it is about.
+        id: The sender's number.
+        pass_through: Whether refs are to be kept here.
+        body: The encoded tree.
+        via: The neighbour it came from.
+        uplink: Whether that neighbour is the uplink.
+    """
 
     sender: Address
     topic: str
     id: int
     pass_through: bool
     body: Views
+    via: Address
+    uplink: bool
 
 
 class Subscription:
@@ -109,7 +121,7 @@ class Subscription:
 @dataclass(slots=True)
 class _Unacked:
     frame: Message
-    on_refused: Callable[[StreamoffError], None] | None
+    on_answer: Callable[[StreamoffError | None], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +195,7 @@ class Mailbox:
         if self._subscriptions.get(subscription.topic) is subscription:
             del self._subscriptions[subscription.topic]
 
-    def on_message(self, frame: Message, instance: bytes) -> None:
+    def on_message(self, frame: Message, instance: bytes, via: Address, *, uplink: bool) -> None:
         """A message came; ``instance`` is the sender's life, as far as it is known."""
         key = (frame.sender, instance, frame.id)
         if key not in self._seen:
@@ -191,7 +203,15 @@ class Mailbox:
             if subscription is None:
                 self._refuse(frame, ErrorCode.UNKNOWN_TOPIC, f"nobody reads {frame.topic!r}")
                 return
-            parcel = Parcel(frame.sender, frame.topic, frame.id, frame.pass_through, frame.body)
+            parcel = Parcel(
+                frame.sender,
+                frame.topic,
+                frame.id,
+                frame.pass_through,
+                frame.body,
+                via,
+                uplink,
+            )
             if not subscription.put(parcel):
                 self._refuse(frame, ErrorCode.BUSY, f"{MAX_QUEUED} messages wait already")
                 return
@@ -221,7 +241,7 @@ class Mailbox:
         body: Views,
         *,
         pass_through: bool = False,
-        on_refused: Callable[[StreamoffError], None] | None = None,
+        on_answer: Callable[[StreamoffError | None], None] | None = None,
     ) -> int:
         """Send a message; it is repeated over a new link until it is acknowledged.
 
@@ -230,7 +250,7 @@ class Mailbox:
             topic: What it is about.
             body: The encoded tree.
             pass_through: Keep refs at the next endpoint.
-            on_refused: Called if the receiver refuses it.
+            on_answer: Called once: with None when the receiver has it, with an error if it refuses.
 
         Returns:
             Its id.
@@ -254,7 +274,7 @@ class Mailbox:
             pass_through=pass_through,
             body=body,
         )
-        self._unacked[frame.id] = _Unacked(frame, on_refused)
+        self._unacked[frame.id] = _Unacked(frame, on_answer)
         self._send(frame)
         return frame.id
 
@@ -273,6 +293,8 @@ class Mailbox:
         waiting = self._unacked.get(message)
         if waiting is not None and waiting.frame.to == sender:
             del self._unacked[message]
+            if waiting.on_answer is not None:
+                waiting.on_answer(None)
 
     def on_refused(self, sender: Address, message: int, why: str) -> None:
         """The receiver will not have it, or is not there."""
@@ -280,8 +302,8 @@ class Mailbox:
         if waiting is None or waiting.frame.to != sender:
             return
         del self._unacked[message]
-        if waiting.on_refused is not None:
-            waiting.on_refused(UnreachableError("the message was refused", got=why, peer=sender))
+        if waiting.on_answer is not None:
+            waiting.on_answer(UnreachableError("the message was refused", got=why, peer=sender))
 
     def close(self) -> None:
         """End every subscription and repeat nothing any more."""

@@ -420,7 +420,6 @@ class Publisher:
         """Get the bytes of a range: views of the source's own memory, or a pool buffer on loan."""
         source, asked = tx.sources[effect.ref], effect.range
         if not source.blocking:
-            source.check()
             views = source.views(asked.start, asked.stop)
             if views is not None:
                 return views, None

@@ -17,6 +17,9 @@ __all__ = ["FiniteCheck"]
 ReadBack: TypeAlias = Callable[[int, memoryview], None]
 """Fill a buffer with data-relative bytes of what has landed."""
 
+_AMINMAX: Final = frozenset({"F64", "F32", "F16", "BF16", "C64"})
+"""Where one pass of ``aminmax`` answers; a complex number is two of F32."""
+
 _BLOCK: Final = 1 << 20
 """Elements converted at once where ``aminmax`` lacks the dtype: a temporary of 4 MiB."""
 
@@ -107,9 +110,6 @@ def _is_finite(view: memoryview, dtype: str) -> bool:
         low, high = torch.aminmax(flat)
         return math.isfinite(low.item()) and math.isfinite(high.item())
     return all(bool(part.float().isfinite().all()) for part in torch.split(flat, _BLOCK))
-
-
-_AMINMAX: Final = frozenset({"F64", "F32", "F16", "BF16", "C64"})
 
 
 def _address(view: memoryview) -> int:

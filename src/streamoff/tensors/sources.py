@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FileSource", "Source", "StateDictSource"]
 
+_SMALL: Final = 16 * 1024
+"""Mean bytes of a tensor under which a chunk is so many pieces that copying it takes milliseconds."""
+
 _MANY: Final = 256
-"""Above this many tensors a chunk can consist of so many pieces that copying it takes milliseconds."""
+"""Fewer tensors than this are never too many, however small."""
 
 
 class Source(Protocol):
@@ -103,7 +106,9 @@ class StateDictSource:
         payload = borrow(tensors, metadata, limits)
         self._bytes: TensorBytes | None = payload
         self._layout: Final = payload.layout
-        self._blocking: Final = not payload.direct or len(payload.layout.specs) > _MANY
+        count = len(payload.layout.specs)
+        small = count > _MANY and payload.layout.data_nbytes < count * _SMALL
+        self._blocking: Final = small or not payload.direct
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +117,7 @@ class StateDictSource:
 
     @property
     def blocking(self) -> bool:
-        """Whether some tensor must be gathered or fetched from a device, or there are very many."""
+        """Whether some tensor must be gathered or fetched from a device, or there are many small ones."""
         return self._blocking
 
     def views(self, start: int, stop: int) -> Views | None:
@@ -145,8 +150,8 @@ class FileSource:
     """Serves an existing safetensors file by positional reads; the file must not change meanwhile.
 
     Args:
-        file: The file, opened for each read; or a lazy state dict, which is kept until the source is
-            closed and whose pages are verified and guarded as it does itself.
+        file: The file, opened for each read; or a lazy state dict or tensor, which is kept until the source
+            is closed and whose pages are verified and guarded as it does itself.
         guard: Entered around each read of a plain file.
         limits: What the receiver will accept.
 
@@ -159,16 +164,14 @@ class FileSource:
 
     def __init__(
         self,
-        file: Path | LazyStateDict,
+        file: Path | LazyStateDict | LazyTensor,
         guard: Guard | None = None,
         *,
         limits: HeaderLimits = DEFAULT_LIMITS,
     ) -> None:
-        self._owner = file if isinstance(file, LazyStateDict) else None
+        self._owner = None if isinstance(file, Path) else file
         self._reader: Final = (
-            file.reader
-            if isinstance(file, LazyStateDict)
-            else FileReader.frozen(file, limits, guard)
+            FileReader.frozen(file, limits, guard) if isinstance(file, Path) else file.reader
         )
         self._closed = False
 

@@ -1,0 +1,207 @@
+"""From a tree to a body and the sources that serve its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamoff.errors import InvariantError, SingleConsumerError, UnsupportedValueError
+from streamoff.payload.body import Path, Placed, pack_tree
+from streamoff.payload.leaves import Batch, LeafKind, TensorRef
+from streamoff.tensors.lazy import LazyTensor
+from streamoff.tensors.reader import FileReader
+from streamoff.tensors.sources import FileSource, Source, StateDictSource
+from streamoff.wire.limits import DEFAULT_LIMITS, Limits
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Encoded", "Own", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A payload of this message's own.
+
+    Args:
+        source: Serves it.
+        partial: Whether the tree uses only part of it.
+        lazy: One of the lazy tensors that lie in it, if it is a landed file.
+    """
+
+    source: Source
+    partial: bool = False
+    lazy: LazyTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tree on its way out: the encoded tree, and its refs in the order of their numbers."""
+
+    tree: bytes
+    refs: tuple[Own | Batch, ...]
+
+    @property
+    def own(self) -> tuple[Own, ...]:
+        """The payloads that need a transaction."""
+        return tuple(one for one in self.refs if isinstance(one, Own))
+
+
+class _Group(Enum):
+    TENSORS = "tensors"
+    ARRAYS = "arrays"
+
+
+class _Collector:
+    """Finds the tensors of a tree, groups them into payloads and names them."""
+
+    def __init__(self) -> None:
+        self.own: dict[_Group, dict[Path, torch.Tensor]] = {}
+        self.files: dict[FileReader, tuple[LazyTensor, set[str]]] = {}
+        self.numbers: dict[object, int] = {}
+        self._names: dict[tuple[_Group, Path], str] = {}
+        self._lent: dict[Path, str] = {}
+
+    def place(self, value: Any, path: Path) -> Placed | None:
+        """Take one leaf."""
+        if isinstance(value, TensorRef):
+            return self._keep(value, path)
+        if isinstance(value, LazyTensor):
+            _, used = self.files.setdefault(value.reader, (value, set()))
+            used.add(value.name)
+            return self._lend(value.reader, value.name, path, LeafKind.TENSOR)
+        if isinstance(value, np.ndarray):
+            return self._take(_Group.ARRAYS, _array(value), path, LeafKind.NDARRAY)
+        tensor = _tensor(value)
+        return None if tensor is None else self._take(_Group.TENSORS, tensor, path, LeafKind.TENSOR)
+
+    def _keep(self, leaf: TensorRef, path: Path) -> Placed:
+        if leaf.batch.consumed:
+            raise SingleConsumerError(
+                "a ref that was resolved cannot be passed on",
+                got=f"consumed by {leaf.batch.consumed}",
+                ref=leaf.ref.id,
+                site=leaf.ref.source,
+                tensor=leaf.name,
+            )
+        return self._lend(leaf.batch, leaf.name, path, leaf.kind)
+
+    def _lend(self, key: object, name: str, path: Path, kind: LeafKind) -> Placed:
+        self.numbers.setdefault(key, len(self.numbers))
+        self._lent[path] = name
+        return Placed(key, path, kind)
+
+    def _take(self, group: _Group, tensor: torch.Tensor, path: Path, kind: LeafKind) -> Placed:
+        self.numbers.setdefault(group, len(self.numbers))
+        self.own.setdefault(group, {})[path] = tensor
+        return Placed(group, path, kind)
+
+    def settle(self, placed: Placed) -> tuple[int, str]:
+        """Number and name of a leaf."""
+        if not isinstance(placed.key, _Group):
+            return self.numbers[placed.key], self._lent[placed.path]
+        if not self._names:
+            for group, found in self.own.items():
+                self._names |= {(group, path): name for path, name in _names(found).items()}
+        return self.numbers[placed.key], self._names[placed.key, placed.path]
+
+    def payload(self, key: object) -> Own | Batch:
+        """What a number stands for."""
+        match key:
+            case Batch():
+                return key
+            case FileReader():
+                lazy, used = self.files[key]
+                source = FileSource(lazy)
+                return Own(source, len(used) < len(source.layout.names), lazy)
+            case _Group():
+                found = self.own[key]
+                return Own(
+                    StateDictSource({self._names[key, path]: one for path, one in found.items()})
+                )
+            case _:
+                raise InvariantError("a number of nothing", got=key)
+
+
+def _names(found: Mapping[Path, object]) -> dict[Path, str]:
+    """Plain keys if all tensors sit in one state dict, else their paths as JSON pointers, made unique."""
+    parents = {path[:-1] for path in found}
+    last = [path[-1] if path else None for path in found]
+    if len(parents) == 1 and all(type(key) is str and key != "__metadata__" for key in last):
+        return {path: str(key) for path, key in zip(found, last, strict=True)}
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
+    for path in found:
+        steps = (str(step).replace("~", "~0").replace("/", "~1") for step in path)
+        base = name = "/".join(steps) or "tensor"
+        number = 2
+        while name in taken or name == "__metadata__":
+            name, number = f"{base}#{number}", number + 1
+        taken.add(name)
+        names[path] = name
+    return names
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """The tensor a value is, or makes when it is asked to materialise."""
+    import torch  # noqa: PLC0415 - a tree without tensors needs no torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    make = getattr(value, "materialize", None)
+    if not callable(make):
+        return None
+    made = make()
+    if not isinstance(made, torch.Tensor):
+        raise UnsupportedValueError(
+            "materialize() must return a tensor", got=type(made).__qualname__
+        )
+    return made
+
+
+def _array(value: np.ndarray[Any, Any]) -> torch.Tensor:
+    """An ndarray as a tensor that shares its memory; copied only if torch cannot share it."""
+    import torch  # noqa: PLC0415 - as above
+
+    if value.dtype.kind not in "biufc":
+        raise UnsupportedValueError("an array dtype that cannot travel", got=value.dtype)
+    native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in native.strides) or not native.flags.writeable:
+        native = native.copy()
+    try:
+        return torch.from_numpy(native)
+    except TypeError as error:
+        raise UnsupportedValueError("an array dtype that cannot travel", got=value.dtype) from error
+
+
+def encode(tree: object, limits: Limits = DEFAULT_LIMITS) -> Encoded:
+    """Encode a tree and make the sources of its tensors.
+
+    Own tensors become one payload, ndarrays another, every landed file that lazy tensors of the tree lie in
+    is served as it is, and kept refs are passed on untouched.
+
+    Args:
+        tree: See :mod:`streamoff.payload.body`. Tensors and arrays are borrowed.
+        limits: Depth and size of the tree.
+
+    Raises:
+        UnsupportedValueError, UnsupportedTensorError: Something that cannot travel, with its path or name.
+        SingleConsumerError: A kept ref that was already resolved.
+        LimitError: Too deep, too large, or too many tensors. Nothing was borrowed.
+    """
+    collector = _Collector()
+    packed = pack_tree(tree, collector.place, collector.settle, limits)
+    refs: list[Own | Batch] = []
+    try:
+        for key in collector.numbers:
+            refs.append(collector.payload(key))  # noqa: PERF401 - what was made is closed on failure
+    except BaseException:
+        for made in refs:
+            if isinstance(made, Own):
+                made.source.close()
+        raise
+    return Encoded(packed, tuple(refs))
