@@ -17,11 +17,11 @@ from streamoff.tensors.dtypes import torch_dtype
 from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding, Landing, MemoryLanding
 from streamoff.tensors.layout import plan
 from streamoff.tensors.lazy import LazyStateDict
-from streamoff.tensors.sources import StateDictSource
+from streamoff.tensors.sources import FileSource, StateDictSource
 from streamoff.tensors.views import Views
 from streamoff.types import MIB, ByteRange, RangeSet
 
-from .helpers import assert_holds, random_bits, run_script, serve, transfer
+from .helpers import assert_holds, entry, header_of, random_bits, run_script, serve, transfer
 
 STATE = {
     "big": random_bits("F32", (300_000,), 1),
@@ -113,6 +113,28 @@ def test_bytes_that_are_not_wanted_are_dropped(landing: Landing) -> None:
     landing.open(source.layout, ["half"])
     landing.write(*_chunk(source, 0, source.layout.size))
     assert_holds(landing.finish(), {"half": STATE["half"]})
+
+
+def test_a_subset_of_a_file_in_any_order_lands(landing: Landing, tmp_path: Path) -> None:
+    """A served file may order its tensors as it likes; wanted ones land in our order, bit for bit."""
+    tree = {
+        "a": entry("U8", [300_001], 0, 300_001),
+        "b": entry("F64", [3], 300_001, 300_025),
+        "c": entry("U8", [7], 300_025, 300_032),
+        "d": entry("F32", [2], 300_032, 300_040),
+    }
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    header, data = header_of(tree), random_bits("U8", (300_040,), 1)
+    (theirs / "file").write_bytes(header + bytes(data.numpy()))
+    wanted = {
+        "a": data[:300_001],
+        "b": data[300_001:300_025].clone().view(torch.float64),
+        "d": data[300_032:].clone().view(torch.float32),
+    }
+    state = transfer(FileSource(theirs / "file"), landing, names=wanted, chunk=299_999, seed=2)
+    assert [spec.name for spec in state.layout.specs] == ["b", "d", "a"]
+    assert_holds(state, wanted)
 
 
 def test_the_same_chunk_twice_is_one(landing: Landing) -> None:
@@ -384,6 +406,17 @@ def test_non_finite_values_are_found_in_passing(tmp_path: Path, kind: str, chunk
     landed = transfer(StateDictSource(state), landing, chunk=chunk, seed=chunk)
     # The name that comes later in the state dict is the alias; both are reported.
     assert landed.nonfinite == {f"{name}.bad" for name in NONFINITE} | {"tied"}
+
+
+def test_read_only_bytes_are_looked_at_without_a_warning() -> None:
+    """A chunk that nobody may write to is checked like any other."""
+    state = {"good": torch.ones(5), "bad": torch.tensor([1.0, float("nan")])}
+    source = StateDictSource(state)
+    content = bytes(b"".join(serve(source, 0, source.layout.size)))
+    landing = MemoryLanding(check_finite=True)
+    landing.open(source.layout)
+    landing.write(0, (memoryview(content),), chunk_digest((memoryview(content),)))
+    assert landing.finish().nonfinite == {"bad"}
 
 
 def test_nobody_looks_for_non_finite_values_unless_asked(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_the_last_reference_hands_the_directory_over(tmp_path: Path) -> None:
     """The dict, each tensor and each source keep the disk; when all are gone it goes, once."""
     handed: list[Path] = []
     state = _land(tmp_path, dispose=handed.append)
-    lazy, source = state["w"], FileSource(state)
+    lazy, source = state["w"], FileSource(state["b"])
     del state
     gc.collect()
     assert handed == []
@@ -222,7 +222,7 @@ def test_releasing_hands_the_directory_over_at_once(tmp_path: Path) -> None:
     """``release`` and leaving ``with`` free the disk, once, and later reads are typed errors."""
     handed: list[Path] = []
     with _land(tmp_path, dispose=handed.append) as state:
-        lazy, source = state["w"], FileSource(state)
+        lazy, source = state["w"], FileSource(state["b"])
     state.release()
     assert handed == [tmp_path]
     for read in (lazy.materialize, state["b"].materialize, source.check):

@@ -87,9 +87,10 @@ def test_any_memory_layout_is_served_element_by_element(kind: str, chunk: int) -
 
 
 def test_what_must_be_gathered_says_that_it_blocks() -> None:
-    """A source that has to copy element by element wants a thread; so does one of very many tensors."""
+    """Copying element by element wants a thread, and so do thousands of small tensors; large ones do not."""
     assert StateDictSource({"t": torch.randn(4, 5).t()}).blocking
     assert StateDictSource({str(i): torch.zeros(1) for i in range(1000)}).blocking
+    assert not StateDictSource({str(i): torch.zeros(4096) for i in range(1000)}).blocking
 
 
 def test_a_range_of_very_many_tensors_is_copied_instead() -> None:
