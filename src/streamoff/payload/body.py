@@ -73,6 +73,9 @@ class Placed:
 Place = Callable[[object, Path], Placed | None]
 """Takes a tensor-like value; None if it is no tensor."""
 
+Expand = Callable[[object], dict[str, Any] | None]
+"""Turns a whole state (a mapping of tensors that is no plain dict) into one; None if it is none."""
+
 Settle = Callable[[Placed], tuple[int, str]]
 """Gives what was placed its ref number and name, once the whole tree has been seen."""
 
@@ -121,8 +124,9 @@ def show(path: Path) -> str:
 
 
 class _Packer:
-    def __init__(self, place: Place, limits: Limits) -> None:
+    def __init__(self, place: Place, expand: Expand, limits: Limits) -> None:
         self._place = place
+        self._expand = expand
         self._limits = limits
         self._pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
         self._parts: list[bytes] = []
@@ -168,6 +172,8 @@ class _Packer:
             self._scalar(value, path)
         elif dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)):
             self._dataclass(value, path)
+        elif (state := self._expand(value)) is not None:
+            self._dict(state, path)
         else:
             self._leaf(value, path)
 
@@ -255,6 +261,7 @@ def pack_tree(tree: object, place: Place, settle: Settle, limits: Limits = DEFAU
     Args:
         tree: The values that a tree may have; anything else is refused with its path.
         place: Takes tensors, arrays, lazy tensors and kept refs.
+        expand: Turns states into dicts of these.
         settle: Gives them their numbers and names in the end.
         limits: Depth and size.
 
@@ -262,7 +269,7 @@ def pack_tree(tree: object, place: Place, settle: Settle, limits: Limits = DEFAU
         UnsupportedValueError: A value or key that cannot travel.
         LimitError: Too deep (a cycle, for one) or too large.
     """
-    packer = _Packer(place, limits)
+    packer = _Packer(place, expand, limits)
     packer.value(tree, ())
     return packer.settled(settle)
 

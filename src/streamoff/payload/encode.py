@@ -12,9 +12,10 @@ import numpy as np
 from streamoff.errors import InvariantError, SingleConsumerError, UnsupportedValueError
 from streamoff.payload.body import Path, Placed, pack_tree
 from streamoff.payload.leaves import Batch, LeafKind, TensorRef
-from streamoff.tensors.lazy import LazyTensor
+from streamoff.tensors.lazy import LazyStateDict, LazyTensor
 from streamoff.tensors.reader import FileReader
 from streamoff.tensors.sources import FileSource, Source, StateDictSource
+from streamoff.tensors.state import MemoryState
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
@@ -51,6 +52,23 @@ class Encoded:
         return tuple(one for one in self.refs if isinstance(one, Own))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One tensor of a source that is sent as a whole state dict."""
+
+    source: Source
+    name: str
+
+
+def _expand(value: object) -> dict[str, Any] | None:
+    """A whole state as a dict: lazy or in memory, or a source that serves one."""
+    if isinstance(value, (LazyStateDict, MemoryState)):
+        return dict(value)
+    if isinstance(value, Source):
+        return {name: _Entry(value, name) for name in value.layout.names}
+    return None
+
+
 class _Group(Enum):
     TENSORS = "tensors"
     ARRAYS = "arrays"
@@ -74,6 +92,8 @@ class _Collector:
             _, used = self.files.setdefault(value.reader, (value, set()))
             used.add(value.name)
             return self._lend(value.reader, value.name, path, LeafKind.TENSOR)
+        if isinstance(value, _Entry):
+            return self._lend(value.source, value.name, path, LeafKind.TENSOR)
         if isinstance(value, np.ndarray):
             return self._take(_Group.ARRAYS, _array(value), path, LeafKind.NDARRAY)
         tensor = _tensor(value)
@@ -118,6 +138,8 @@ class _Collector:
                 lazy, used = self.files[key]
                 source = FileSource(lazy)
                 return Own(source, len(used) < len(source.layout.names), lazy)
+            case Source():
+                return Own(key)
             case _Group():
                 found = self.own[key]
                 return Own(
@@ -181,7 +203,8 @@ def _array(value: np.ndarray[Any, Any]) -> torch.Tensor:
 def encode(tree: object, limits: Limits = DEFAULT_LIMITS) -> Encoded:
     """Encode a tree and make the sources of its tensors.
 
-    Own tensors become one payload, ndarrays another, every landed file that lazy tensors of the tree lie in
+    A state dict on disk or in memory, or a :class:`~streamoff.tensors.sources.Source`, travels as a dict of
+    its tensors; a source is closed when the message's transaction settles. Own tensors become one payload, ndarrays another, every landed file that lazy tensors of the tree lie in
     is served as it is, and kept refs are passed on untouched.
 
     Args:
@@ -194,7 +217,7 @@ def encode(tree: object, limits: Limits = DEFAULT_LIMITS) -> Encoded:
         LimitError: Too deep, too large, or too many tensors. Nothing was borrowed.
     """
     collector = _Collector()
-    packed = pack_tree(tree, collector.place, collector.settle, limits)
+    packed = pack_tree(tree, collector.place, _expand, collector.settle, limits)
     refs: list[Own | Batch] = []
     try:
         for key in collector.numbers:

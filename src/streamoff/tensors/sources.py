@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from streamoff.errors import JobClosedError
 from streamoff.tensors.files import Guard
@@ -27,6 +27,7 @@ _MANY: Final = 256
 """Fewer tensors than this are never too many, however small."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Bytes of one payload, by range; ranges count from the header's first byte."""
 
