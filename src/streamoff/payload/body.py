@@ -255,7 +255,13 @@ class _Packer:
         return b"".join(self._parts)
 
 
-def pack_tree(tree: object, place: Place, settle: Settle, limits: Limits = DEFAULT_LIMITS) -> bytes:
+def pack_tree(
+    tree: object,
+    place: Place,
+    expand: Expand,
+    settle: Settle,
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytes:
     """Encode a tree without its refs.
 
     Args:

@@ -222,7 +222,12 @@ class BaseEndpoint:
     ) -> bool | None:
         with anyio.CancelScope(shield=True):
             await self._close()
-        return await self._tasks.__aexit__(kind, error, trace)
+        try:
+            return await self._tasks.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            if error is not None and group.exceptions == (error,):
+                return False  # the body's own error is not wrapped
+            raise
 
     async def _close(self) -> None:
         self._unlisten()
