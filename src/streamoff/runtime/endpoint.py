@@ -32,7 +32,7 @@ from streamoff.errors import (
 )
 from streamoff.machines.notice import NoticeBook
 from streamoff.runtime.downloading import Terms, Transfer, Wire
-from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver
+from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver, Listener
 from streamoff.runtime.messages import Mailbox, MailboxStatistics
 from streamoff.runtime.publishing import (
     OutcomeCallback,
@@ -74,7 +74,6 @@ __all__ = [
     "BaseEndpoint",
     "ClosesWithEndpoint",
     "EndpointStatistics",
-    "Listener",
     "Transport",
 ]
 
@@ -85,14 +84,6 @@ MAX_INSTANCES: Final = 16_384
 """Peers whose instance is remembered, so that a restart is noticed; the longest unseen goes first."""
 REDIAL_SECONDS: Final = (0.05, 5.0)
 """First and longest pause between attempts to get a lost uplink back; doubled each time, with jitter."""
-
-
-class Listener(Protocol):
-    """What a transport calls with a link that somebody opened."""
-
-    def __call__(self, link: Link) -> None:
-        """Take the link over; must not block."""
-        ...
 
 
 class Transport(Protocol):
@@ -191,7 +182,7 @@ class BaseEndpoint:
         self.resources = Resources.current()
         self.timers = Timers()
         self._wire = Wire(self.address, self._send)
-        self.mailbox = Mailbox(self.address, self._send, self._can_reach, self.limits)
+        self.mailbox = Mailbox(self.address, self._send, self.can_reach, self.limits)
         self.publisher = Publisher(
             address=self.address,
             capabilities=self.capabilities,
@@ -427,7 +418,8 @@ class BaseEndpoint:
         if driver is not None:
             driver.send_nowait(frame)
 
-    def _can_reach(self, to: Address) -> bool:
+    def can_reach(self, to: Address) -> bool:
+        """Whether there is a way to an address now."""
         return self._way(to) is not None
 
     def _serve(self, to: Address, item: Deferred) -> None:

@@ -15,7 +15,13 @@ from typing import Final, Protocol
 
 import anyio
 
-from streamoff.errors import LimitError, LinkLostError, StreamoffError, UnexpectedMessageError
+from streamoff.errors import (
+    InvariantError,
+    LimitError,
+    LinkLostError,
+    StreamoffError,
+    UnexpectedMessageError,
+)
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.types import Address
 from streamoff.wire.frames import Frame, Hello, Ping
@@ -29,6 +35,7 @@ __all__ = [
     "Inbound",
     "Link",
     "LinkDriver",
+    "Listener",
     "Outbound",
 ]
 
@@ -36,7 +43,7 @@ logger = logging.getLogger("streamoff.link")
 
 KEEPALIVE_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 15.0
-MAX_CONTROL: Final = 4096
+MAX_CONTROL: Final = 16_384
 """Control frames that may wait for one link; a peer that reads none of them loses it."""
 
 
@@ -46,7 +53,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inbound:
-    """A frame and the way to give back the memory of its body; call ``release`` exactly once."""
+    """A frame and the way to give back its memory.
+
+    The body of a chunk is on loan: call ``release`` exactly once. Every other frame owns its body.
+    """
 
     frame: Frame
     release: Callable[[], None] = _nothing
@@ -79,6 +89,11 @@ Urgent = Callable[[], Iterator[Frame]]
 class Link(Protocol):
     """What a transport provides: an ordered, exactly-once frame stream while it lives."""
 
+    @property
+    def held_up(self) -> bool:
+        """Whether :meth:`receive` waits for this end (a buffer, a disk) and not for the peer."""
+        ...
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item; between its pieces, send what ``urgent()`` yields.
 
@@ -98,6 +113,10 @@ class Link(Protocol):
     async def aclose(self) -> None:
         """Close both directions; idempotent."""
         ...
+
+
+Listener = Callable[[Link], None]
+"""What a transport calls with a link that somebody opened; takes it over and must not block."""
 
 
 class LinkDriver:
@@ -133,6 +152,7 @@ class LinkDriver:
         self._dispatch = dispatch
         self._control: deque[Frame] = deque()
         self._bulk: deque[Deferred] = deque()
+        self._sending = False
         self._wake = anyio.Event()
         self._idle = anyio.Event()
         self._heard = anyio.current_time()
@@ -147,8 +167,8 @@ class LinkDriver:
 
     @property
     def backlog(self) -> int:
-        """Items that wait for the writer."""
-        return len(self._control) + len(self._bulk)
+        """Items that wait for the writer, or that it has not got rid of."""
+        return len(self._control) + len(self._bulk) + self._sending
 
     def send_nowait(self, frame: Frame) -> None:
         """Queue a control frame; a link that is gone loses it silently, like a wire."""
@@ -203,13 +223,18 @@ class LinkDriver:
     async def _guarded(self, work: Callable[[], object]) -> None:
         try:
             await work()  # type: ignore[misc]
+        except InvariantError as error:
+            logger.exception("a defect ends the link to %s", self.peer)
+            self.lose(error)
         except StreamoffError as error:
             self.lose(error)
+        except Exception as error:
+            logger.exception("a defect ends the link to %s", self.peer)
+            self.lose(LinkLostError("a defect ended the link", got=repr(error), peer=self.peer))
 
     async def flush(self) -> None:
-        """Wait until the writer has nothing left or the link is lost; the caller bounds it."""
+        """Wait until the transport has taken everything or the link is lost; the caller bounds it."""
         while self.backlog and self.cause is None:
-            self._idle = anyio.Event()
             await self._idle.wait()
 
     def _take_control(self) -> Iterator[Frame]:
@@ -218,14 +243,15 @@ class LinkDriver:
 
     async def _write(self) -> None:
         while True:
-            if self._control:
-                await self.link.send(self._control.popleft(), self._take_control)
-            elif self._bulk:
-                await self.link.send(self._bulk.popleft(), self._take_control)
-            else:
-                self._idle.set()
-                self._wake = anyio.Event()
-                await self._wake.wait()
+            self._sending = True
+            while self._control or self._bulk:
+                item = self._control.popleft() if self._control else self._bulk.popleft()
+                await self.link.send(item, self._take_control)
+            self._sending = False
+            idle, self._idle = self._idle, anyio.Event()
+            idle.set()
+            self._wake = anyio.Event()
+            await self._wake.wait()
 
     async def _read(self) -> None:
         while True:
@@ -244,6 +270,8 @@ class LinkDriver:
 
     def _beat(self) -> None:
         now = anyio.current_time()
+        if self.link.held_up:
+            self._heard = now  # what the peer says waits for us: its silence proves nothing
         silent = now - self._heard
         if silent >= SILENCE_SECONDS:
             self.lose(

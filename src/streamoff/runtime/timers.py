@@ -7,12 +7,20 @@ import logging
 import math
 from collections.abc import Callable
 from itertools import count
+from typing import Final
 
 import anyio
 
 __all__ = ["Timer", "Timers"]
 
 logger = logging.getLogger("streamoff.timers")
+
+STALE_ENTRIES: Final = 64
+"""Heap entries of timers that are gone that are not worth sweeping."""
+
+
+def _nothing() -> None:
+    """Stand in for the callback of a timer that was switched off: it keeps nothing alive."""
 
 
 class Timer:
@@ -21,13 +29,14 @@ class Timer:
     Moving it later costs nothing: the heap entry stays and is looked at again when it comes up.
     """
 
-    __slots__ = ("_callback", "_queued", "_timers", "due")
+    __slots__ = ("_callback", "_entry", "_queued", "_timers", "due")
 
     def __init__(self, timers: Timers, callback: Callable[[], None]) -> None:
         self.due = math.inf
         self._timers = timers
         self._callback = callback
-        self._queued = math.inf
+        self._queued = math.inf  # when its heap entry comes up
+        self._entry = 0  # which entry that is; every other one is stale
 
     def at(self, due: float | None) -> None:
         """Move the due time, monotonic seconds of the event loop; None switches the timer off."""
@@ -36,20 +45,25 @@ class Timer:
             self._timers._push(self)  # noqa: SLF001 - the two halves of one clock
 
     def cancel(self) -> None:
-        """Switch the timer off for good."""
+        """Switch the timer off for good and let go of its callback. Idempotent."""
         self.due = math.inf
+        self._callback = _nothing
+        if self._entry:
+            self._queued, self._entry = math.inf, 0
+            self._timers._left_stale()  # noqa: SLF001
 
 
 class Timers:
     """A heap of timers and the task that waits for the first.
 
-    At most one live heap entry per timer is the rule; moving a timer earlier leaves a stale one that is
-    dropped when it comes up.
+    At most one live heap entry per timer is the rule; moving a timer earlier, or cancelling it, leaves a
+    stale one that goes when it comes up, or when stale ones are the majority.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
-        self._order = count()
+        self._stale = 0
+        self._order = count(1)
         self._moved = anyio.Event()
 
     def timer(self, callback: Callable[[], None]) -> Timer:
@@ -58,10 +72,20 @@ class Timers:
 
     def _push(self, timer: Timer) -> None:
         first = self._heap[0][0] if self._heap else math.inf
-        timer._queued = timer.due  # noqa: SLF001 - the two halves of one clock
-        heapq.heappush(self._heap, (timer.due, next(self._order), timer))
+        was_queued = timer._entry != 0  # noqa: SLF001 - the two halves of one clock
+        timer._queued, timer._entry = timer.due, next(self._order)  # noqa: SLF001
+        heapq.heappush(self._heap, (timer.due, timer._entry, timer))  # noqa: SLF001
+        if was_queued:
+            self._left_stale()
         if timer.due < first:
             self._moved.set()
+
+    def _left_stale(self) -> None:
+        self._stale += 1
+        if self._stale > max(STALE_ENTRIES, len(self._heap) // 2):
+            self._heap = [item for item in self._heap if item[1] == item[2]._entry]  # noqa: SLF001
+            heapq.heapify(self._heap)
+            self._stale = 0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -76,16 +100,24 @@ class Timers:
                 await self._moved.wait()
 
     def _fire(self, now: float) -> None:
-        while self._heap and self._heap[0][0] <= now:
-            queued, _, timer = heapq.heappop(self._heap)
-            if queued != timer._queued:  # noqa: SLF001 - a stale entry of a timer that was moved earlier
-                continue
-            timer._queued = math.inf  # noqa: SLF001
+        """Fire what is due, each once: a callback that is due again at once waits for its next turn."""
+        for timer in self._take_due(now):
             if timer.due > now:
-                timer.at(None if math.isinf(timer.due) else timer.due)
+                timer.at(timer.due)
                 continue
             timer.due = math.inf
             try:
                 timer._callback()  # noqa: SLF001
             except Exception:
                 logger.exception("a timer's callback failed")
+
+    def _take_due(self, now: float) -> list[Timer]:
+        taken: list[Timer] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, entry, timer = heapq.heappop(self._heap)
+            if entry != timer._entry:  # noqa: SLF001
+                self._stale -= 1
+                continue
+            timer._queued, timer._entry = math.inf, 0  # noqa: SLF001
+            taken.append(timer)
+        return taken

@@ -87,9 +87,9 @@ class Task(Protocol):
 
 def tensors_of(state: GlobalState) -> Mapping[str, torch.Tensor]:
     """Return a model as tensors in memory; those of a state are read here."""
-    if isinstance(state, Mapping):
-        return state
-    return {name: state.tensor(name) for name in state.layout.by_name}
+    if isinstance(state, State):
+        return {name: state.tensor(name) for name in state.layout.by_name}
+    return state
 
 
 def make_task(config: SimulationConfig, sites: Sequence[str], directory: Path) -> Task:

@@ -11,12 +11,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
+import anyio.lowlevel
 
 from streamoff.errors import LinkLostError, UnreachableError, UsageError
-from streamoff.runtime.link import Inbound, Outbound, Urgent
+from streamoff.runtime.link import Inbound, Listener, Outbound, Urgent
 from streamoff.types import Address
 from streamoff.wire.codec import Encoded, decode, encode
 from streamoff.wire.frames import Frame
@@ -27,6 +28,8 @@ PIPE_ITEMS: Final = 64
 """Items that one direction of a link holds; a sender waits for room."""
 PIECE_BYTES: Final = 256 * 1024
 """Between pieces of this size control frames overtake a chunk."""
+PIECE_SECONDS: Final = 1.0
+"""On a slow line pieces are smaller: what takes no longer than this."""
 
 
 @dataclass(slots=True)
@@ -90,6 +93,7 @@ class _Pipe:
     def __init__(self, conditions: Conditions) -> None:
         self.conditions = conditions
         self.ended: LinkLostError | None = None
+        self.rendering = False
         self._parcels: deque[_Parcel] = deque()
         self._moved = anyio.Event()
         conditions.watch(self._notify)
@@ -114,7 +118,8 @@ class _Pipe:
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Pace the item over the wire, then queue it; control frames overtake between pieces."""
         try:
-            await self._pace(item, urgent)
+            if not isinstance(item, Frame):
+                await self._pace(item, urgent)
             while len(self._parcels) >= PIPE_ITEMS and self.ended is None:
                 await self._moved.wait()
         except BaseException:
@@ -125,17 +130,17 @@ class _Pipe:
             raise self.ended
         self._put(item)
 
-    async def _pace(self, item: Outbound, urgent: Urgent) -> None:
-        if isinstance(item, Frame):
-            return
-        left = item.nbytes
-        while left > 0 and self.ended is None:
+    async def _pace(self, item: Deferred, urgent: Urgent) -> None:
+        """Take the time that the bytes take; a chunk that nobody wants any more is abandoned."""
+        sent = 0
+        while sent < item.nbytes and self.ended is None:
             for frame in urgent():
                 self._put(frame)
-            piece = min(left, PIECE_BYTES)
-            left -= piece
-            if not math.isinf(self.conditions.bandwidth):
-                await anyio.sleep(piece / self.conditions.bandwidth)
+            bandwidth = self.conditions.bandwidth
+            piece = min(item.nbytes - sent, PIECE_BYTES, max(1, bandwidth * PIECE_SECONDS))
+            sent += piece
+            if not math.isinf(bandwidth):
+                await anyio.sleep(piece / bandwidth)
 
     def _put(self, item: Outbound) -> None:
         parcel = encode(item) if isinstance(item, Frame) else item
@@ -151,7 +156,11 @@ class _Pipe:
             if isinstance(item, Encoded):
                 return Inbound(decode(item.head, item.body))
             assert not isinstance(item, Frame)
-            rendered = await item.render()
+            self.rendering = True
+            try:
+                rendered = await item.render()
+            finally:
+                self.rendering = False
             if rendered is not None:
                 return self._through_the_wire(rendered)
 
@@ -169,8 +178,12 @@ class _Pipe:
 
     @staticmethod
     def _through_the_wire(rendered: Inbound) -> Inbound:
-        encoded = encode(rendered.frame)
-        return Inbound(decode(encoded.head, encoded.body), rendered.release)
+        try:
+            encoded = encode(rendered.frame)
+            return Inbound(decode(encoded.head, encoded.body), rendered.release)
+        except BaseException:
+            rendered.release()
+            raise
 
 
 def _drop(item: Encoded | Outbound) -> None:
@@ -184,6 +197,11 @@ class MemoryLink:
     def __init__(self, out: _Pipe, into: _Pipe) -> None:
         self._out = out
         self._into = into
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a chunk is being fetched for this end. See :class:`streamoff.runtime.link.Link`."""
+        return self._into.rendering
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item. See :class:`streamoff.runtime.link.Link`."""
@@ -207,14 +225,6 @@ class MemoryLink:
         self._into.end(error, keep_control=False)
 
 
-class Acceptor(Protocol):
-    """What a listening endpoint does with a new link."""
-
-    def __call__(self, link: MemoryLink) -> None:
-        """Take over one end; must not block."""
-        ...
-
-
 class MemoryNetwork:
     """A network inside one event loop: endpoints listen under their address and dial others.
 
@@ -226,12 +236,12 @@ class MemoryNetwork:
     def __init__(self, *, latency: float = 0.0, bandwidth: float = math.inf) -> None:
         self._latency = latency
         self._bandwidth = bandwidth
-        self._listeners: dict[Address, Acceptor] = {}
+        self._listeners: dict[Address, Listener] = {}
         self._conditions: dict[tuple[Address, Address], Conditions] = {}
         self._links: dict[frozenset[Address], MemoryLink] = {}
         self._refusing: set[frozenset[Address]] = set()
 
-    def listen(self, address: Address, accept: Acceptor) -> None:
+    def listen(self, address: Address, accept: Listener) -> None:
         """Accept links under an address.
 
         Raises:

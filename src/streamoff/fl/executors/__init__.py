@@ -1,0 +1,1 @@
+"""Executors: how a site runs its training."""

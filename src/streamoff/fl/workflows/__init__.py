@@ -1,0 +1,1 @@
+"""Workflows: rounds of a federated job, embeddable in any asynchronous controller."""
