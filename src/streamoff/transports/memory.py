@@ -17,7 +17,7 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LinkLostError, UnreachableError, UsageError
-from streamoff.runtime.link import Inbound, Listener, Outbound, Urgent
+from streamoff.runtime.link import Deferred, Inbound, Listener, Outbound, Urgent
 from streamoff.types import Address
 from streamoff.wire.codec import Encoded, decode, encode
 from streamoff.wire.frames import Frame
@@ -77,8 +77,9 @@ class Conditions:
         self._listeners.append(listener)
 
     def unwatch(self, listener: Callable[[], None]) -> None:
-        """Stop calling ``listener``."""
-        self._listeners.remove(listener)
+        """Stop calling ``listener``; no-op if it is not called."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class _Pipe:
         self.conditions = conditions
         self.ended: LinkLostError | None = None
         self.rendering = False
+        self._cut = False
         self._parcels: deque[_Parcel] = deque()
         self._moved = anyio.Event()
         conditions.watch(self._notify)
@@ -102,18 +104,25 @@ class _Pipe:
         moved, self._moved = self._moved, anyio.Event()
         moved.set()
 
-    def end(self, error: LinkLostError, *, keep_control: bool) -> None:
+    @property
+    def _silent(self) -> bool:
+        """Whether the two ends learn nothing of each other, not even that one of them has closed."""
+        return self.conditions.partitioned and not self._cut
+
+    def end(self, error: LinkLostError, *, keep_control: bool, cut: bool = False) -> None:
         """Take no more; what is queued is lost, except, if asked, the control frames."""
+        self._cut = self._cut or cut
         if self.ended is None:
             self.ended = error
-            self.conditions.unwatch(self._notify)
             queued, self._parcels = self._parcels, deque()
             for parcel in queued:
                 if keep_control and isinstance(parcel.item, Encoded):
                     self._parcels.append(parcel)
                 else:
                     _drop(parcel.item)
-            self._notify()
+        else:  # both ends have closed: nobody is left who would look
+            self.conditions.unwatch(self._notify)
+        self._notify()
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Pace the item over the wire, then queue it; control frames overtake between pieces."""
@@ -125,10 +134,12 @@ class _Pipe:
         except BaseException:
             _drop(item)
             raise
-        if self.ended is not None:
-            _drop(item)
+        if self.ended is None:
+            self._put(item)
+            return
+        _drop(item)
+        if not self._silent:
             raise self.ended
-        self._put(item)
 
     async def _pace(self, item: Deferred, urgent: Urgent) -> None:
         """Take the time that the bytes take; a chunk that nobody wants any more is abandoned."""
@@ -166,9 +177,11 @@ class _Pipe:
 
     async def _wait_due(self) -> None:
         while True:
-            if self.ended is not None and not self._parcels:
+            if self._silent:
+                await self._moved.wait()
+            elif self.ended is not None and not self._parcels:
                 raise self.ended
-            if not self._parcels or (self.conditions.partitioned and self.ended is None):
+            elif not self._parcels:
                 await self._moved.wait()
             elif (wait := self._parcels[0].due - anyio.current_time()) > 0:
                 with anyio.move_on_after(wait):
