@@ -1,11 +1,12 @@
 """What a simulation did, as data, as JSON and as a table for people."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamoff.sim.sizes import format_size
+from streamoff.sim.tables import aligned
 
 __all__ = [
     "MemoryUse",
@@ -179,7 +180,7 @@ class SimulationReport:
             [
                 f"{self.recipe}: {self.sites} sites, {self.backend}, {self.engine} engine",
                 "",
-                *_columns([head, *table]),
+                *aligned([head, *table]),
                 *self._failures(),
                 "",
                 *self._facts(),
@@ -213,10 +214,3 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 else f"{value:.4f}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Right-align every column to its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
