@@ -58,12 +58,10 @@ __all__ = ["MIN_PULL_BYTES", "Progress", "Terms", "Transfer"]
 
 logger = logging.getLogger("streamoff.downloading")
 
-MIN_PULL_BYTES: Final = 256 * 1024
-"""What is pulled at once on a line that could not bring more in time."""
+MIN_PULL_BYTES: Final = 64 * 1024
+"""What is pulled at once on the slowest line; a line that does not bring it within ``stall`` is no line."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
-INLINE_HEADER_BYTES: Final = 64 * 1024
-"""A header up to this size is parsed on the event loop."""
 
 Progress = Callable[[int, int], object]
 """Called with (bytes landed, bytes wanted) after every landed range; must not block."""
@@ -125,6 +123,7 @@ class Transfer:
         resources: Of this event loop.
         timers: The endpoint's clock.
         wire: The endpoint's half: queues frames and knows stream ids.
+        chunk: Bytes of the largest chunk that the link carries.
     """
 
     def __init__(
@@ -137,6 +136,7 @@ class Transfer:
         resources: Resources,
         timers: Timers,
         wire: Wire,
+        chunk: int = CHUNK_BYTES,
     ) -> None:
         self.ref = ref
         self.terms = terms
@@ -151,13 +151,16 @@ class Transfer:
         self._wake = anyio.Event()
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
-        self._pull_bytes = CHUNK_BYTES
+        self._most = min(CHUNK_BYTES, chunk)
+        self._pull_bytes = self._most
+        self._arrived = 0.0
         self._header: bytearray | None = None
         self._header_digest = b""
         self._layout: Layout | None = None
         self._landing: Landing | None = None
-        self._landing_now = False
+        self._landing_now: ByteRange | None = None
         self._state: State | None = None
+        self._defect: Exception | None = None
 
     # --- for the owner ----------------------------------------------------------------------------
 
@@ -174,36 +177,56 @@ class Transfer:
 
         Raises:
             StreamoffError: The first real cause, with the story of the transfer.
+            Exception: A defect of ours.
         """
+        if self._defect is not None:
+            raise self._defect
         if self.record.cause is not None:
             raise self.record.cause
         if self._state is None:
             raise InvariantError("ended without a payload", story=self.story.lines())
         return self._state
 
+    def release(self) -> None:
+        """Let go of the payload, if it came: nobody will take it."""
+        if self._state is not None:
+            self._state.release()
+            self._state = None
+
     async def run(self) -> None:
         """Drive the transfer to its end; ends by events only, never by cancellation.
 
-        The machine's budgets bound it; a blocking disk call is waited for.
+        The machine's budgets bound it; a blocking disk call is waited for. A defect ends this transfer and
+        nothing else: :meth:`result` raises it.
         """
         self._resources.active += 1
         try:
             with anyio.CancelScope(shield=True):
-                self._step(m.Started(anyio.current_time(), self._theirs))
-                while not self.record.ended:
-                    await self._work()
+                try:
+                    await self._to_the_end()
+                except Exception as error:
+                    logger.exception("a defect ends %s from %s", self.ref.id, self.ref.source)
+                    self._defect = error
+                self._wire.forget(self)
                 await self._clean_up()
         finally:
             self._resources.active -= 1
             self._timer.cancel()
-            self._wire.forget(self)
             self._log()
             self.closed.set()
+
+    async def _to_the_end(self) -> None:
+        if not self.record.ended:  # it may have been cancelled before it began
+            self._step(m.Started(anyio.current_time(), self._theirs))
+        while not self.record.ended:
+            await self._work()
 
     # --- events from the endpoint -----------------------------------------------------------------
 
     def on_opened(self, frame: Opened) -> None:
-        """The source answered."""
+        """The source answered; only the first answer to an open counts."""
+        if self.record.state is not DownloadState.OPENING:
+            return
         now = anyio.current_time()
         error = self._judge(frame)
         if error is not None:
@@ -227,11 +250,27 @@ class Transfer:
         """Bytes came; what was not asked for is dropped."""
         chunk = inbound.frame
         assert isinstance(chunk, Chunk)
-        if self.record.ended or self._asked.pop(chunk.start, None) != chunk.stop:
+        if self.record.state not in _LANDING or self._asked.get(chunk.start) != chunk.stop:
             inbound.release()
             return
+        del self._asked[chunk.start]
+        self._adapt()
         self._inbox.append(inbound)
         self._wake.set()
+
+    def _adapt(self) -> None:
+        """Ask for less at once where a chunk takes a good part of the stall budget, for more where not."""
+        now = anyio.current_time()
+        took, self._arrived = now - self._arrived, now
+        stall = self.record.budgets.stall
+        if took > stall / 4:
+            self._pull_bytes = max(self._least, self._pull_bytes // 2)
+        elif took < stall / 16:
+            self._pull_bytes = min(self._most, 2 * self._pull_bytes)
+
+    @property
+    def _least(self) -> int:
+        return min(MIN_PULL_BYTES, self._most)
 
     def on_error(self, frame: Error) -> None:
         """The source refuses."""
@@ -331,6 +370,8 @@ class Transfer:
     def _pull(self) -> None:
         """Ask for missing ranges up to the window; bytes asked for cost nothing until they come."""
         window = self._resources.window
+        if not self._asked:
+            self._arrived = anyio.current_time()
         for start, stop in self._ranges():
             if len(self._asked) + len(self._inbox) >= window:
                 return
@@ -348,12 +389,13 @@ class Transfer:
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges to ask for next: missing, not asked for, cut to the pull size on a fixed grid."""
         missing = self.record.missing
-        if self._layout is None and self.terms.names is None and missing:
-            missing = missing.add(ByteRange(0, min(self.ref.size, CHUNK_BYTES)))
+        if self._layout is None and self.terms.names is None and missing and not self.record.landed:
+            missing = missing.add(ByteRange(0, min(self.ref.size, self._pull_bytes)))
         under_way = RangeSet.of(
             [
                 *(ByteRange(start, stop) for start, stop in self._asked.items()),
                 *(_range_of(inbound) for inbound in self._inbox),
+                *([] if self._landing_now is None else [self._landing_now]),
             ]
         )
         for item in _join(under_way.missing(missing), under_way):
@@ -365,22 +407,25 @@ class Transfer:
 
     def _tick(self) -> None:
         event = m.classify_tick(self.record, anyio.current_time())
-        if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault():
-            left = self.record.budgets.hold - self.record.held
-            seconds = min(left, self.record.budgets.stall)
+        if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault(event.now):
+            budgets = self.record.budgets
+            seconds = min(budgets.hold - self.record.held, budgets.stall, DEFAULT_LIMITS.hold)
             if seconds > 0:
                 event = m.HoldAsked(event.now, seconds)
         if isinstance(event, m.Stalled):
-            self._pull_bytes = max(MIN_PULL_BYTES, self._pull_bytes // 4)
+            self._pull_bytes = max(self._least, self._pull_bytes // 4)
         if event is None:
             self._timer.at(m.next_tick(self.record))
         else:
             self._step(event)
 
-    def _own_fault(self) -> bool:
+    def _own_fault(self, now: float) -> bool:
         """Whether the wait is for our own disk: then the producer is asked to be patient."""
-        return self.record.state is DownloadState.STREAMING and (
-            self._landing_now or bool(self._inbox)
+        deadline = self.record.deadline
+        return (
+            self.record.state is DownloadState.STREAMING
+            and (self._landing_now is not None or bool(self._inbox))
+            and (deadline is None or now < deadline)
         )
 
     # --- the task ---------------------------------------------------------------------------------
@@ -389,7 +434,7 @@ class Transfer:
         """Do one blocking thing, or wait for something to do."""
         if self.record.state is DownloadState.FINALISING:
             await self._finalise()
-        elif self._inbox:
+        elif self._inbox and self.record.state in _LANDING:
             await self._land(self._inbox.popleft())
         else:
             self._wake = anyio.Event()
@@ -399,15 +444,14 @@ class Transfer:
     async def _land(self, inbound: Inbound) -> None:
         chunk = inbound.frame
         assert isinstance(chunk, Chunk)
-        self._landing_now = True
+        self._landing_now = _range_of(inbound)
         try:
             event = await self._landed(chunk)
-        except (StreamoffError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
             event = m.LandingFailed(anyio.current_time(), self._landing_error(error))
         finally:
-            self._landing_now = False
+            self._landing_now = None
             inbound.release()
-        self._pull_bytes = min(CHUNK_BYTES, 2 * self._pull_bytes)
         self._step(event)
         if isinstance(event, m.Planned) and not self.record.missing and not self.record.ended:
             self._step(m.LandedAll(anyio.current_time(), ByteRange(0, 0)))
@@ -441,9 +485,9 @@ class Transfer:
         """The first bytes: with the whole header, plan; else keep them and go on."""
         size = self.record.wanted.ranges[0].stop
         if self._header is None:
-            self._header = bytearray(size)
-        _copy_into(self._header, chunk)
-        landed = ByteRange(chunk.start, min(chunk.stop, size))
+            self._header = bytearray()
+        landed = ByteRange(min(chunk.start, size), min(chunk.stop, size))
+        _copy_into(self._header, chunk, landed.stop)
         if self.record.landed.add(landed).nbytes < size:
             if chunk_digest(chunk.body) != chunk.digest:
                 raise IntegrityError("chunk damaged on the way", start=chunk.start, stop=chunk.stop)
@@ -487,7 +531,7 @@ class Transfer:
                 self._state = await run_in_thread(
                     self._landing.finish, limiter=self._resources.landing
                 )
-        except (StreamoffError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
             self._step(m.LandingFailed(anyio.current_time(), self._landing_error(error)))
         else:
             self._step(m.Finalised(anyio.current_time()))
@@ -496,18 +540,23 @@ class Transfer:
         while self._inbox:
             self._inbox.popleft().release()
         self._header = None
-        if self.record.state is DownloadState.DONE:
+        landing, self._landing = self._landing, None
+        if self.record.state is DownloadState.DONE and self._defect is None:
             return
         if self._state is not None:
-            self._state.release()
-            self._state = None
-        elif self._landing is not None:
-            await run_in_thread(self._landing.discard, limiter=self._resources.landing)
-        self._landing = None
+            self.release()
+        elif landing is not None:
+            try:
+                await run_in_thread(landing.discard, limiter=self._resources.landing)
+            except Exception:
+                logger.exception("what %s left cannot be discarded", self.ref.id)
 
-    def _landing_error(self, error: StreamoffError | OSError) -> StreamoffError:
+    def _landing_error(self, error: Exception) -> StreamoffError:
         if not isinstance(error, StreamoffError):
-            mapped = LandingError(f"landing failed ({error.strerror})", path=error.filename)
+            why, path = f"{type(error).__name__}: {error}", None
+            if isinstance(error, OSError):
+                why, path = str(error.strerror), error.filename
+            mapped = LandingError(f"landing failed ({why})", path=path)
             mapped.__cause__ = error
             error = mapped
         return self._located(error)
@@ -531,6 +580,10 @@ class Transfer:
             )
 
 
+_LANDING: Final = frozenset({DownloadState.OPENING, DownloadState.STREAMING, DownloadState.BACKOFF})
+"""While bytes that were asked for are still wanted."""
+
+
 def _range_of(inbound: Inbound) -> ByteRange:
     chunk = inbound.frame
     assert isinstance(chunk, Chunk)
@@ -552,10 +605,12 @@ def _join(ranges: RangeSet, taken: RangeSet) -> RangeSet:
     return RangeSet(tuple(joined))
 
 
-def _copy_into(header: bytearray, chunk: Chunk) -> None:
+def _copy_into(header: bytearray, chunk: Chunk, stop: int) -> None:
+    """Put a chunk's bytes up to ``stop`` in their place; the header grows with what is here."""
+    header.extend(bytes(max(0, stop - len(header))))
     at = chunk.start
     for view in chunk.body:
-        take = min(len(view), len(header) - at)
+        take = min(len(view), stop - at)
         if take <= 0:
             return
         header[at : at + take] = view[:take]

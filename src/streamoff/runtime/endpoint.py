@@ -580,6 +580,7 @@ class BaseEndpoint:
             resources=self.resources,
             timers=self.timers,
             wire=self._wire,
+            chunk=way.accepted.limits.chunk,
         )
 
     async def start_job(self, supervise: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -604,8 +605,7 @@ class BaseEndpoint:
             transfer.cancel("the receiver was cancelled")
             with anyio.CancelScope(shield=True):
                 await transfer.closed.wait()
-            if transfer.record.cause is None:
-                transfer.result().release()
+            transfer.release()
             raise
         return transfer.result()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -55,7 +56,7 @@ from streamoff.wire.frames import (
     Pull,
     Routed,
 )
-from streamoff.wire.limits import DEFAULT_LIMITS, clip
+from streamoff.wire.limits import clip
 
 __all__ = ["MAX_PULLS", "Publisher", "PublisherStatistics", "Transaction"]
 
@@ -64,7 +65,8 @@ logger = logging.getLogger("streamoff.publishing")
 MAX_PULLS: Final = 2 * MAX_WINDOW
 """Pulls of one slot on one ref that may wait; a receiver that asks for more is refused."""
 
-MAX_PULL_BYTES: Final = DEFAULT_LIMITS.link.chunk
+MAX_REMEMBERED: Final = 16_384
+"""Slots of settled transactions, counted per ref, that are remembered; the oldest ref goes first."""
 
 OutcomeCallback = Callable[[Outcome], object]
 
@@ -103,6 +105,7 @@ class Transaction:
         self.story = Story(f"transaction {record.id}")
         self.streams: dict[s.Origin, tuple[int, RefId]] = {}
         self.queued: set[_Serve] = set()
+        self.waiting: Counter[tuple[int, RefId]] = Counter()
         self.rendering: set[_Serve] = set()
         self.settled = anyio.Event()
         self.timer: Timer | None = None
@@ -174,7 +177,12 @@ class _Serve:
 
     @property
     def nbytes(self) -> int:
-        return self.effect.range.nbytes
+        """Bytes of the body; none once it is void."""
+        return self.effect.range.nbytes if self in self._tx.queued else 0
+
+    def queue(self) -> None:
+        self._tx.queued.add(self)
+        self._tx.waiting[self.slot, self.effect.ref] += 1
 
     def drop(self) -> None:
         self._end(served=False)
@@ -182,6 +190,7 @@ class _Serve:
     def _end(self, *, served: bool) -> None:
         if self in self._tx.queued:
             self._tx.queued.discard(self)
+            self._tx.waiting[self.slot, self.effect.ref] -= 1
             self._publisher.range_ended(self._tx, self.slot, self.effect, served=served)
 
     async def render(self) -> Inbound | None:
@@ -257,6 +266,8 @@ class Publisher:
         self._live: dict[RefId, Transaction] = {}
         self._streams: dict[s.Origin, Transaction] = {}
         self._buried = tombstones if tombstones is not None else Tombstones[RefId, Transaction]()
+        self._remembered = 0
+        self._closed = False
         self._ends = dict.fromkeys(OutcomeStatus, 0)
         self._bytes_served = 0
 
@@ -281,8 +292,11 @@ class Publisher:
             on_settled: Called with the outcome, in order, before the sources are closed.
 
         Raises:
-            UsageError: See :func:`streamoff.machines.transaction.begin`. Nothing was offered.
+            UsageError: See :func:`streamoff.machines.transaction.begin`, or the endpoint is closing. Nothing
+                was offered.
         """
+        if self._closed:
+            raise UsageError("the endpoint is closing", got=self.address)
         offered = {f"r{secrets.token_hex(8)}": source for source in sources}
         now = anyio.current_time()
         record = m.begin(
@@ -298,6 +312,12 @@ class Publisher:
         tx.timer.at(m.next_tick(record))
         self._live.update(dict.fromkeys(offered, tx))
         return tx
+
+    def close(self, reason: str) -> None:
+        """End every transaction; nothing is offered any more."""
+        self._closed = True
+        for tx in self.open:
+            tx.cancel(reason)
 
     def abort(self, tx: Transaction, reason: str) -> None:
         """End a transaction; no-op when it has settled."""
@@ -373,12 +393,12 @@ class Publisher:
         if found is None:
             return
         tx, origin, slot, ref = found
-        size = tx.sources[ref].layout.size
-        if frame.stop > size or frame.stop - frame.start > MAX_PULL_BYTES:
-            self._refuse(frame, frame.stream, ErrorCode.BAD_RANGE, f"outside 0 to {size}")
+        size, most = tx.sources[ref].layout.size, self._resources.pool.size
+        if frame.stop > size or frame.stop - frame.start > most:
+            what = f"outside 0 to {size}, or above {most} bytes"
+            self._refuse(frame, frame.stream, ErrorCode.BAD_RANGE, what)
             return
-        waiting = sum(1 for one in tx.queued if one.slot == slot and one.effect.ref == ref)
-        if waiting >= MAX_PULLS:
+        if tx.waiting[slot, ref] >= MAX_PULLS:
             self._refuse(frame, frame.stream, ErrorCode.LIMIT, f"more than {MAX_PULLS} pulls")
             return
         asked = ByteRange(frame.start, frame.stop)
@@ -423,8 +443,6 @@ class Publisher:
             views = source.views(asked.start, asked.stop)
             if views is not None:
                 return views, None
-        if asked.nbytes > self._resources.pool.size:
-            raise UsageError("a pull larger than a buffer", expected=self._resources.pool.size)
         buffer = await self._resources.pool.borrow()
         try:
             view = buffer.view(asked.nbytes)
@@ -507,12 +525,11 @@ class Publisher:
         tx.story.tell(event.now, event, before.state, after.state, effects)
         for effect in effects:
             self._carry_out(tx, effect)
-        if after.cause != before.cause or after.state is not before.state:
-            self._void(tx)
-        if tx.timer is not None and (
-            isinstance(event, m.Ticked) or before.state is not after.state
-        ):
-            tx.timer.at(m.next_tick(after))
+        if isinstance(event, (m.PullRequested, m.RangeEnded)) and before.state is after.state:
+            return  # per chunk: clocks only move later, and nothing becomes void
+        self._void(tx)
+        if tx.timer is not None:
+            tx.timer.at(m.next_tick(tx.record))
 
     @staticmethod
     def _void(tx: Transaction) -> None:
@@ -527,7 +544,7 @@ class Publisher:
                 self._answer_open(tx, effect)
             case s.ServeRange():
                 serve = _Serve(self, tx, tx.streams[effect.origin][0], effect)
-                tx.queued.add(serve)
+                serve.queue()
                 self._serve(effect.origin.address, serve)
             case s.AckConfirm():
                 self._ack(effect)
@@ -536,8 +553,7 @@ class Publisher:
             case m.TellCallbacks():
                 self._tell(tx, effect.outcome)
             case m.ReleaseSource():
-                for source in tx.sources.values():
-                    source.close()
+                self._release(tx)
             case m.RecordOutcome():
                 self._bury(tx, effect.outcome)
             case m.WakeWaiters():
@@ -603,6 +619,14 @@ class Publisher:
             except Exception:
                 logger.exception("a callback of %s failed", tx.id)
 
+    @staticmethod
+    def _release(tx: Transaction) -> None:
+        for source in tx.sources.values():
+            try:
+                source.close()
+            except Exception:
+                logger.exception("a source of %s failed to close", tx.id)
+
     def _bury(self, tx: Transaction, outcome: Outcome) -> None:
         self._ends[outcome.status] += 1
         for origin in tuple(tx.streams):
@@ -610,14 +634,19 @@ class Publisher:
         now = anyio.current_time()
         for ref in tx.record.refs:
             self._live.pop(ref, None)
-            for old in self._buried.bury(now, ref, tx):
-                self._forget(old, now)
+            self._remembered += len(tx.record.slots)
+            self._forget(self._buried.bury(now, ref, tx), now)
+        while self._remembered > MAX_REMEMBERED and (oldest := self._buried.next_expiry()):
+            self._forget(self._buried.expire(oldest), now)
+        if tx.timer is not None:
+            tx.timer.cancel()
         tx.sources.clear()
         tx.on_settled.clear()
 
-    @staticmethod
-    def _forget(tx: Transaction, now: float) -> None:
-        tx.record, _ = m.step(tx.record, m.Forgotten(now))
+    def _forget(self, forgotten: tuple[Transaction, ...], now: float) -> None:
+        for tx in forgotten:
+            self._remembered -= len(tx.record.slots)
+            tx.record, _ = m.step(tx.record, m.Forgotten(now))
 
 
 def _read(source: Source, asked: ByteRange, into: memoryview) -> None:

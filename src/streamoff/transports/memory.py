@@ -148,7 +148,8 @@ class _Pipe:
             for frame in urgent():
                 self._put(frame)
             bandwidth = self.conditions.bandwidth
-            piece = min(item.nbytes - sent, PIECE_BYTES, max(1, bandwidth * PIECE_SECONDS))
+            affordable = PIECE_BYTES if math.isinf(bandwidth) else int(bandwidth * PIECE_SECONDS)
+            piece = min(item.nbytes - sent, PIECE_BYTES, max(1, affordable))
             sent += piece
             if not math.isinf(bandwidth):
                 await anyio.sleep(piece / bandwidth)
