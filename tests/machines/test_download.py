@@ -145,7 +145,7 @@ def test_a_link_that_comes_and_goes_does_not_prolong_confirming() -> None:
     """Each new link carries the confirmation again, and the wait ends when it would have ended."""
     seat = Seat(DownloadState.CONFIRMING)
     now = 0.0
-    while seat.record.state is DownloadState.CONFIRMING:
+    while seat.record.state is DownloadState.CONFIRMING and now < 100.0:
         now += 1.0
         seat.do(d.LinkLost(now))
         assert seat.do(d.LinkRestored(now)) == (d.SendConfirm(ok=True),)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, assert_never, cast
 
 from streamoff.errors import InvariantError, UnexpectedMessageError
 
@@ -141,3 +141,5 @@ class Machine(Generic[S, R, F, E]):
                 raise InvariantError(
                     f"{self.name}: {type(event).__name__} cannot happen while {record.state.value}"
                 )
+            case never:
+                assert_never(never)

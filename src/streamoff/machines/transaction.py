@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, assert_never
 
 from streamoff.errors import UsageError
 from streamoff.machines import serving as s
@@ -502,6 +502,8 @@ def _classify(
             return s.Held(event.now, _granted(record, event))
         case ConfirmRequested():
             return _confirmed(serving, event)
+        case never:
+            assert_never(never)
 
 
 def _granted(record: Transaction, event: HoldRequested) -> float:
