@@ -2,8 +2,8 @@
 
 A tree is never nested msgpack: an unpacker reserves room for what a container claims, so nested claims
 cost memory before anything is checked. Here every object is a scalar. An integer in the place of a value is
-a tag that says what follows; everything else stands for itself. Depth, names and sizes are limited, and a
-count can never exceed the bytes that are left.
+a tag that says what follows; everything else stands for itself. Depth, values and bytes are limited, a count
+can never exceed the bytes that are left, and keys are not accepted in numbers that all have one hash.
 
 =====  =========================================  =====  ==================================
 tag    what follows                               tag    what follows
@@ -23,9 +23,10 @@ uses only part of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgpack
 import numpy as np
@@ -35,6 +36,7 @@ from streamoff.errors import (
     MalformedFrameError,
     StreamoffError,
     UnsupportedValueError,
+    UsageError,
 )
 from streamoff.payload.leaves import Batch, LeafKind, TensorRef
 from streamoff.types import Address, Ref
@@ -42,7 +44,10 @@ from streamoff.wire.frames import Views
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits
 
 __all__ = [
+    "MAX_DEPTH",
     "MAX_REFS",
+    "MAX_VALUES",
+    "Body",
     "Path",
     "Placed",
     "Tag",
@@ -56,6 +61,18 @@ __all__ = [
 
 MAX_REFS: Final = 4096
 """Refs of one message."""
+
+MAX_VALUES: Final = 1_000_000
+"""Values of one tree, containers and keys included: a byte of a body can cost a hundred bytes of objects."""
+
+MAX_DEPTH: Final = 256
+"""Nesting of a tree whose refs are looked for; no endpoint can be set to send a deeper one."""
+
+MAX_SAME_HASH: Final = 64
+"""Keys of one dict, or items of one set, with the same hash: more of them cost quadratic time."""
+
+_SHOWN: Final = 48
+"""Characters of one step of a path in a message."""
 
 Path = tuple[object, ...]
 """Keys and indices from the root of a tree to one of its values."""
@@ -96,28 +113,78 @@ class Tag(IntEnum):
     FROZENSET = 10
 
 
-_KEYS: Final = (str, int, bool, type(None), bytes)
+_KEYS: Final = frozenset({str, int, bool, type(None), bytes})
+_PLAIN: Final = frozenset({str, float, bool, type(None), bytes})
+"""What stands for itself."""
+_DICTS: Final = frozenset({dict, OrderedDict})
+_SCALARS: Final = frozenset(
+    {"|b1", "|i1", "|u1"}
+    | {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)}
+    | {"<f2", "<f4", "<f8", "<c8", "<c16"}
+)
+"""NumPy dtypes that mean the same everywhere."""
 _CONTAINERS: Final[Mapping[type, Tag]] = {
     list: Tag.LIST,
     tuple: Tag.TUPLE,
     set: Tag.SET,
     frozenset: Tag.FROZENSET,
 }
-_BUILD: Final[Mapping[Tag, Callable[[list[Any]], object]]] = {
-    Tag.LIST: list,
-    Tag.TUPLE: tuple,
-    Tag.SET: set,
-    Tag.FROZENSET: frozenset,
-}
-_LEAVES: Final[Mapping[Tag, LeafKind]] = {
-    Tag.TENSOR: LeafKind.TENSOR,
-    Tag.NDARRAY: LeafKind.NDARRAY,
-}
 
 
 def show(path: Path) -> str:
     """Render a path as one would write it."""
-    return "tree" + "".join(f"[{step!r}]" for step in path)
+    return "tree" + "".join(f"[{step(one)}]" for one in path)
+
+
+def step(key: object) -> str:
+    """Render a key: peers choose keys, and an int of 5,000 digits has no text at all."""
+    if isinstance(key, int) and key.bit_length() > 8 * _SHOWN:
+        return f"an int of {key.bit_length()} bits"
+    if isinstance(key, (str, bytes)) and len(key) > _SHOWN:
+        return f"{key[:_SHOWN]!r}..."
+    return repr(key)
+
+
+def children(value: object) -> Iterable[tuple[object, object]] | None:
+    """The steps and values under a container of a payload tree; None if it is none.
+
+    The one place that says what is looked into: packing, looking for refs and replacing them agree.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return None
+    if kind in _DICTS:
+        return value.items()  # type: ignore[attr-defined, no-any-return]
+    if kind in _CONTAINERS:
+        return enumerate(value)  # type: ignore[call-overload, no-any-return]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)):
+        return [(name, getattr(value, name)) for name in _fields(kind)]
+    return None
+
+
+def _fields(kind: Any) -> list[str]:
+    """The fields that make a dataclass; others follow from them."""
+    return [item.name for item in dataclasses.fields(kind) if item.init]
+
+
+def _too_deep(most: int, got: str, path: Path) -> LimitError:
+    return LimitError(
+        "limit 'depth' exceeded",
+        expected=f"at most {most} levels",
+        got=got,
+        limit="depth",
+        path=show(path[:8]),
+    )
+
+
+def _too_many_values() -> LimitError:
+    return LimitError(
+        "limit 'values' exceeded",
+        expected=f"at most {MAX_VALUES} values in a tree",
+        got="more",
+        limit="values",
+        hint="Send bulk as tensors or arrays; each is one value",
+    )
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -130,65 +197,69 @@ class _Packer:
         self._limits = limits
         self._pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
         self._parts: list[bytes] = []
-        self._size = 0
+        self._size = self._values = 0
         self._leaves: list[tuple[int, Placed]] = []
 
     def put(self, token: object) -> None:
         self._add(self._pack(token))
 
     def _add(self, part: bytes) -> None:
+        self._room(len(part))
         self._parts.append(part)
         self._size += len(part)
-        if self._size > self._limits.link.message:
+
+    def _room(self, nbytes: int) -> None:
+        """Refuse what is too large before it is copied."""
+        most = self._limits.link.message
+        if self._size + nbytes > most:
             raise LimitError(
                 "limit 'message' exceeded",
-                expected=f"at most {self._limits.link.message} bytes",
-                got="a larger tree",
+                expected=f"at most {most} bytes",
+                got=f"{self._size + nbytes} or more",
                 limit="message",
                 hint="Send bulk as tensors or arrays; they do not count",
             )
 
     def value(self, value: object, path: Path) -> None:
         if len(path) > self._limits.depth:
-            raise LimitError(
-                "limit 'depth' exceeded",
-                expected=f"at most {self._limits.depth} levels",
-                got="more, or a cycle",
-                limit="depth",
-                path=show(path[:8]),
-            )
+            raise _too_deep(self._limits.depth, "more, or a cycle", path)
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise _too_many_values()
         kind = type(value)
-        if value is None or kind in {bool, float, bytes}:
+        if value is None or kind in {bool, float}:
             self.put(value)
         elif kind is str:
             self._text(value, path)
         elif kind is int:
             self._integer(value)
-        elif kind is dict:
+        elif kind in _DICTS:
             self._dict(value, path)
         elif kind in _CONTAINERS:
             self._sequence(_CONTAINERS[kind], value, path)
+        elif kind is bytes:
+            self._room(len(value))  # type: ignore[arg-type]
+            self.put(value)
         elif isinstance(value, np.generic):
             self._scalar(value, path)
         elif dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)):
             self._dataclass(value, path)
-        elif (state := self._expand(value)) is not None:
-            self._dict(state, path)
         else:
             self._leaf(value, path)
 
     def _text(self, value: Any, path: Path) -> None:
+        self._room(len(value))
         try:
-            value.encode()
+            self.put(value)
         except UnicodeEncodeError as error:
             raise UnsupportedValueError("text that is not Unicode", path=show(path)) from error
-        self.put(value)
 
     def _integer(self, value: Any) -> None:
         if -(2**63) <= value < 2**64:
             self.put(Tag.INT.value)
             self.put(value)
         else:
+            self._room(value.bit_length() // 8)
             self.put(Tag.BIG.value)
             self.put(value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
 
@@ -200,7 +271,7 @@ class _Packer:
                 raise UnsupportedValueError(
                     "a key that cannot travel",
                     expected="str, int, bool, None or bytes",
-                    got=f"{key!r} of {type(key).__qualname__}",
+                    got=type(key).__qualname__,
                     path=show(path),
                 )
             self.value(key, (*path, key))
@@ -213,17 +284,17 @@ class _Packer:
             self.value(item, (*path, index))
 
     def _scalar(self, value: Any, path: Path) -> None:
-        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 16:
+        little = value.dtype.newbyteorder("<")
+        if little.str not in _SCALARS:
             raise UnsupportedValueError(
                 "a NumPy scalar that cannot travel", got=value.dtype, path=show(path)
             )
         self.put(Tag.SCALAR.value)
-        little = value.dtype.newbyteorder("<")
         self.put(little.str)
-        self.put(value.astype(little).tobytes())
+        self.put(np.array(value, little).tobytes())
 
     def _dataclass(self, value: Any, path: Path) -> None:
-        names = [item.name for item in dataclasses.fields(value) if item.init]
+        names = _fields(type(value))
         self.put(Tag.DATACLASS.value)
         self.put(type(value).__name__)
         self.put(len(names))
@@ -237,6 +308,10 @@ class _Packer:
         except StreamoffError as error:
             raise error.located(path=show(path)) from None
         if placed is None:
+            state = self._expand(value)
+            if state is not None:
+                self._dict(state, path)
+                return
             raise UnsupportedValueError(
                 "a value that cannot travel",
                 got=f"{type(value).__module__}.{type(value).__qualname__}",
@@ -251,7 +326,10 @@ class _Packer:
         """The whole, with the numbers and names of its leaves."""
         for position, placed in self._leaves:
             number, name = settle(placed)
-            self._parts[position] = self._pack(number) + self._pack(name)
+            part = self._pack(number) + self._pack(name)
+            self._room(len(part))
+            self._parts[position] = part
+            self._size += len(part)
         return b"".join(self._parts)
 
 
@@ -307,10 +385,25 @@ def join(refs: Iterable[tuple[Ref, bool]], tree: bytes, limits: Limits = DEFAULT
 # --- unpacking ------------------------------------------------------------------------------------
 
 
-class _Unpacker:
-    def __init__(self, body: Views, dataclasses_known: Mapping[str, type], limits: Limits) -> None:
+class Body:
+    """A body as it came: first its refs, then its tree, whose tensors stay refs.
+
+    Args:
+        body: As it came.
+        known: Dataclasses by name.
+        limits: Depth.
+    """
+
+    def __init__(
+        self,
+        body: Views,
+        known: Mapping[str, type] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.batches: list[Batch] = []
         self._size = sum(len(view) for view in body)
-        self._known = dataclasses_known
+        self._values = 0
+        self._known = known or {}
         self._limits = limits
         self._tokens = msgpack.Unpacker(
             max_buffer_size=max(1, self._size),
@@ -322,146 +415,212 @@ class _Unpacker:
         )
         for view in body:
             self._tokens.feed(view)
-        self.batches: list[Batch] = []
 
-    def bad(
+    def read_refs(self) -> list[Batch]:
+        """Read what stands before the tree.
+
+        Raises:
+            MalformedFrameError: No refs.
+            LimitError: Too many.
+        """
+        number = self._count((), 5)
+        if number > MAX_REFS:
+            raise LimitError("refs of a message", expected=f"at most {MAX_REFS}", got=number)
+        for _ in range(number):
+            source, name = self._expect(str, ()), self._expect(str, ())
+            ticket, size = self._expect(bytes, ()), self._expect(int, ())
+            partial = self._expect(bool, ())
+            try:
+                ref = Ref(Address(source), name, ticket, size)
+            except StreamoffError as error:
+                raise self._bad("a ref", ()) from error
+            self.batches.append(Batch(ref, partial=partial))
+        return self.batches
+
+    def read_tree(self) -> object:
+        """Read the tree; to be called once, after :meth:`read_refs`.
+
+        Raises:
+            MalformedFrameError: No tree, or a dataclass that nobody registered; says where.
+            LimitError: Too deep, or too many values.
+        """
+        tree = self._value(())
+        if self._tokens.tell() != self._size:
+            raise self._bad("trailing bytes", ())
+        return tree
+
+    def _bad(
         self, what: str, path: Path, *, expected: object = None, got: object = None
     ) -> MalformedFrameError:
         return MalformedFrameError(
             f"message body: {what}", expected=expected, got=got, path=show(path)
         )
 
-    def token(self, path: Path) -> object:
+    def _token(self, path: Path) -> object:
         try:
             return self._tokens.unpack()
         except msgpack.OutOfData as error:
-            raise self.bad("cut short", path) from error
+            raise self._bad("cut short", path) from error
         except (ValueError, TypeError) as error:
-            raise self.bad("not a scalar", path) from error
+            raise self._bad("not a scalar", path) from error
 
-    def expect(self, kind: type, path: Path) -> Any:
-        token = self.token(path)
+    def _expect(self, kind: type, path: Path) -> Any:
+        token = self._token(path)
         if type(token) is not kind:
-            raise self.bad("a token", path, expected=kind.__name__, got=type(token).__name__)
+            raise self._bad("a token", path, expected=kind.__name__, got=type(token).__name__)
         return token
 
-    def count(self, path: Path, each: int = 1) -> int:
-        number: int = self.expect(int, path)
+    def _count(self, path: Path, each: int = 1) -> int:
+        number: int = self._expect(int, path)
         left = self._size - self._tokens.tell()
         if not 0 <= number * each <= left:
-            raise self.bad("a count", path, expected=f"0 to {left // each}", got=number)
+            raise self._bad("a count", path, expected=f"0 to {left // each}", got=number)
         return number
 
-    def refs(self) -> None:
-        number = self.count((), 5)
-        if number > MAX_REFS:
-            raise LimitError("refs of a message", expected=f"at most {MAX_REFS}", got=number)
-        for _ in range(number):
-            source, name = self.expect(str, ()), self.expect(str, ())
-            ticket, size = self.expect(bytes, ()), self.expect(int, ())
-            partial = self.expect(bool, ())
-            try:
-                ref = Ref(Address(source), name, ticket, size)
-            except StreamoffError as error:
-                raise self.bad("a ref", ()) from error
-            self.batches.append(Batch(ref, partial=partial))
-
-    def value(self, path: Path) -> object:
+    def _value(self, path: Path) -> object:
         if len(path) > self._limits.depth:
-            raise LimitError(
-                "limit 'depth' exceeded",
-                expected=f"at most {self._limits.depth} levels",
-                got="more",
-                limit="depth",
-            )
-        token = self.token(path)
+            raise _too_deep(self._limits.depth, "more", path)
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise _too_many_values()
+        token = self._token(path)
         if type(token) is not int:
+            if type(token) not in _PLAIN:
+                raise self._bad("a token", path, expected="a scalar", got=type(token).__name__)
             return token
         try:
             tag = Tag(token)
         except ValueError as error:
-            raise self.bad("an unknown tag", path, got=token) from error
-        return self._tagged(tag, path)
-
-    def _tagged(self, tag: Tag, path: Path) -> object:
-        if tag in _BUILD:
-            items = [self.value((*path, index)) for index in range(self.count(path))]
-            return self._built(_BUILD[tag], items, path)
-        if tag in _LEAVES:
-            return self._leaf(_LEAVES[tag], path)
-        read = {
-            Tag.INT: self._integer,
-            Tag.BIG: self._big,
-            Tag.DICT: self._dict,
-            Tag.DATACLASS: self._dataclass,
-            Tag.SCALAR: self._scalar,
-        }
-        return read[tag](path)
+            raise self._bad("an unknown tag", path, got=token) from error
+        return self._READ[tag](self, path)
 
     def _integer(self, path: Path) -> object:
-        return self.expect(int, path)
+        return self._expect(int, path)
 
     def _big(self, path: Path) -> object:
-        return int.from_bytes(self.expect(bytes, path), "big", signed=True)
+        return int.from_bytes(self._expect(bytes, path), "big", signed=True)
 
-    def _built(self, build: Callable[[list[Any]], object], items: list[Any], path: Path) -> object:
-        try:
-            return build(items)
-        except TypeError as error:
-            raise self.bad("an item that no set can hold", path) from error
+    def _list(self, path: Path) -> list[Any]:
+        items: list[Any] = []
+        for index in range(self._count(path)):
+            items.append(self._value((*path, index)))  # noqa: PERF401 - a comprehension is a frame more
+        return items
+
+    def _tuple(self, path: Path) -> object:
+        return tuple(self._list(path))
+
+    def _set(self, path: Path) -> set[Any]:
+        items: set[Any] = set()
+        same = _Hashes(self, path)
+        for index in range(self._count(path)):
+            item = self._value((*path, index))
+            try:
+                same.add(item)
+                known = len(items)
+                items.add(item)
+            except TypeError as error:
+                raise self._bad("an item that no set can hold", path) from error
+            if len(items) == known:
+                raise self._bad("an item twice", path)
+        return items
+
+    def _frozenset(self, path: Path) -> object:
+        return frozenset(self._set(path))
 
     def _dict(self, path: Path) -> object:
         result: dict[Any, object] = {}
-        for _ in range(self.count(path, 2)):
-            key = self.value(path)
+        same = _Hashes(self, path)
+        for _ in range(self._count(path, 2)):
+            key = self._value(path)
             if type(key) not in _KEYS:
-                raise self.bad("a key", path, got=type(key).__name__)
+                raise self._bad("a key", path, got=type(key).__name__)
+            same.add(key)
             if key in result:
-                raise self.bad("a key twice", path, got=repr(key))
-            result[key] = self.value((*path, key))
+                raise self._bad("a key twice", path, got=step(key))
+            result[key] = self._value((*path, key))
         return result
 
     def _dataclass(self, path: Path) -> object:
-        name = self.expect(str, path)
+        name = self._expect(str, path)
         kind = self._known.get(name)
         if kind is None:
-            raise self.bad(
+            raise self._bad(
                 "a dataclass",
                 path,
                 expected="one that Endpoint(dataclasses=...) was given",
-                got=name,
+                got=step(name),
             )
         values: dict[str, object] = {}
-        for _ in range(self.count(path, 2)):
-            field: str = self.expect(str, path)
-            values[field] = self.value((*path, field))
-        wanted = {item.name for item in dataclasses.fields(kind) if item.init}
-        if set(values) != wanted:
-            raise self.bad("fields", path, expected=sorted(wanted), got=sorted(values))
+        wanted = _fields(kind)
+        for _ in range(self._count(path, 2)):
+            field: str = self._expect(str, path)
+            if field in values or field not in wanted:
+                raise self._bad("a field", path, expected=sorted(wanted), got=step(field))
+            values[field] = self._value((*path, field))
+        if len(values) != len(wanted):
+            raise self._bad("fields", path, expected=sorted(wanted), got=sorted(values))
         try:
             return kind(**values)
         except Exception as error:
-            raise self.bad(f"{name} refuses its fields ({error})", path) from error
+            raise self._bad(f"{name} refuses its fields ({error})", path) from error
+
+    def _tensor(self, path: Path) -> object:
+        return self._leaf(LeafKind.TENSOR, path)
+
+    def _ndarray(self, path: Path) -> object:
+        return self._leaf(LeafKind.NDARRAY, path)
 
     def _leaf(self, kind: LeafKind, path: Path) -> object:
-        number, name = self.expect(int, path), self.expect(str, path)
+        number, name = self._expect(int, path), self._expect(str, path)
         if not 0 <= number < len(self.batches):
-            raise self.bad("a ref number", path, expected=f"below {len(self.batches)}", got=number)
-        return TensorRef(self.batches[number], name, kind)
+            raise self._bad("a ref number", path, expected=f"below {len(self.batches)}", got=number)
+        batch = self.batches[number]
+        if batch.kind not in {None, kind}:
+            raise self._bad("a leaf", path, expected=f"{batch.kind}, as others of its ref", got=kind)
+        batch.kind = kind
+        batch.names.add(name)
+        return TensorRef(batch, name, kind)
 
     def _scalar(self, path: Path) -> object:
-        text, raw = self.expect(str, path), self.expect(bytes, path)
-        try:
-            dtype = np.dtype(text)
-        except TypeError as error:
-            raise self.bad("a dtype", path, got=text) from error
-        if dtype.kind not in "biufc" or dtype.itemsize != len(raw) or dtype.itemsize > 16:
-            raise self.bad("a NumPy scalar", path, got=text)
-        return np.frombuffer(raw, dtype)[0]
+        text, raw = self._expect(str, path), self._expect(bytes, path)
+        if text not in _SCALARS or np.dtype(text).itemsize != len(raw):
+            raise self._bad("a NumPy scalar", path, got=f"{step(text)}, {len(raw)} bytes")
+        return np.frombuffer(raw, text)[0]
 
-    def done(self) -> None:
-        if self._tokens.tell() != self._size:
-            raise self.bad("trailing bytes", ())
+    _READ: ClassVar[Mapping[Tag, Callable[[Body, Path], object]]] = {
+        Tag.INT: _integer,
+        Tag.BIG: _big,
+        Tag.LIST: _list,
+        Tag.TUPLE: _tuple,
+        Tag.SET: _set,
+        Tag.FROZENSET: _frozenset,
+        Tag.DICT: _dict,
+        Tag.DATACLASS: _dataclass,
+        Tag.TENSOR: _tensor,
+        Tag.NDARRAY: _ndarray,
+        Tag.SCALAR: _scalar,
+    }
+
+
+class _Hashes:
+    """Counts what a dict or set is given by hash: all but text has a hash that a peer can choose."""
+
+    __slots__ = ("_body", "_found", "_path")
+
+    def __init__(self, body: Body, path: Path) -> None:
+        self._body = body
+        self._path = path
+        self._found: Counter[int] = Counter()
+
+    def add(self, item: Hashable) -> None:
+        if type(item) in _PLAIN:
+            return
+        found = hash(item)
+        self._found[found] += 1
+        if self._found[found] > MAX_SAME_HASH:
+            raise self._body._bad(  # noqa: SLF001 - a part of it
+                "keys of one hash", self._path, expected=f"at most {MAX_SAME_HASH}", got="more"
+            )
 
 
 def unpack(
@@ -481,51 +640,89 @@ def unpack(
 
     Raises:
         MalformedFrameError: Not a body; says where.
-        LimitError: Too deep, or too many refs.
+        LimitError: Too deep, too many values, or too many refs.
     """
-    unpacker = _Unpacker(body, known or {}, limits)
-    unpacker.refs()
-    tree = unpacker.value(())
-    unpacker.done()
-    return tree, tuple(unpacker.batches)
+    reader = Body(body, known, limits)
+    batches = reader.read_refs()
+    return reader.read_tree(), tuple(batches)
 
 
 def leaves(tree: object) -> Iterator[tuple[Path, TensorRef]]:
-    """Every kept ref of a tree with its path, in order; looks into all containers and dataclasses."""
-    yield from _leaves(tree, ())
+    """Every kept ref of a tree with its path, in order; looks into all containers and dataclasses.
+
+    Raises:
+        UnsupportedValueError: A ref in a container that no tree can have (a namedtuple, a defaultdict):
+            there it would never be found again.
+        UsageError: Deeper than :data:`MAX_DEPTH`, or a cycle.
+    """
+    todo: list[tuple[Path, object, str]] = [((), tree, "")]
+    while todo:
+        path, value, foreign = todo.pop()
+        if isinstance(value, TensorRef):
+            if foreign:
+                raise UnsupportedValueError(
+                    "a ref in a container that cannot travel", got=foreign, path=show(path)
+                )
+            yield path, value
+            continue
+        found = children(value)
+        if found is None and type(value) not in _PLAIN:
+            found = _foreign(value)
+            foreign = type(value).__qualname__ if found is not None else ""
+        if found is None:
+            continue
+        if len(path) >= MAX_DEPTH:
+            raise UsageError(
+                "the tree is too deep",
+                expected=f"at most {MAX_DEPTH} levels",
+                got="more, or a cycle",
+                path=show(path[:8]),
+            )
+        below = [((*path, key), item, foreign) for key, item in found]
+        todo.extend(reversed(below))
 
 
-def _leaves(value: object, path: Path) -> Iterator[tuple[Path, TensorRef]]:
-    if isinstance(value, TensorRef):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _leaves(getattr(value, item.name), (*path, item.name))
+def _foreign(value: object) -> Iterable[tuple[object, object]] | None:
+    """What is in a container of a type that trees do not have, so that no ref is passed over."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple, Set)) else None
 
 
 def replaced(tree: Any, ends: Mapping[TensorRef, object]) -> Any:
-    """A copy of a tree with leaves replaced; what has none is shared, not copied."""
+    """A copy of a tree with leaves replaced; what has none is shared, not copied.
+
+    Raises:
+        UnsupportedValueError: A set cannot hold, or a dataclass refuses, what a leaf became.
+    """
+    return _replaced(tree, ends, ())
+
+
+def _replaced(tree: Any, ends: Mapping[TensorRef, object], path: Path) -> Any:
     if isinstance(tree, TensorRef):
         return ends.get(tree, tree)
-    if type(tree) is dict:
-        items = {key: replaced(item, ends) for key, item in tree.items()}
-        return items if any(items[key] is not tree[key] for key in tree) else tree
-    if type(tree) in _CONTAINERS:
-        parts = [replaced(item, ends) for item in tree]
-        same = all(new is old for new, old in zip(parts, tree, strict=True))
-        return tree if same else type(tree)(parts)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        values = {
-            item.name: replaced(getattr(tree, item.name), ends)
-            for item in dataclasses.fields(tree)
-            if item.init
-        }
-        same = all(values[name] is getattr(tree, name) for name in values)
-        return tree if same else dataclasses.replace(tree, **values)
-    return tree
+    found = children(tree)
+    if found is None:
+        return tree
+    changed = False
+    items: dict[object, object] = {}
+    for key, item in found:
+        items[key] = new = _replaced(item, ends, (*path, key))
+        changed = changed or new is not item
+    if not changed:
+        return tree
+    try:
+        return _rebuilt(tree, items)
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"{type(tree).__qualname__} cannot hold what its refs became ({error})", path=show(path)
+        ) from error
+
+
+def _rebuilt(tree: Any, items: dict[object, object]) -> object:
+    kind = type(tree)
+    if kind in _DICTS:
+        return kind(items)
+    if kind in _CONTAINERS:
+        return kind(items.values())
+    return dataclasses.replace(tree, **items)

@@ -52,12 +52,14 @@ class Encoded:
         return tuple(one for one in self.refs if isinstance(one, Own))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One tensor of a source that is sent as a whole state dict."""
+    """One tensor of a source that is sent as a whole state dict; no dataclass, or it would travel."""
 
-    source: Source
-    name: str
+    __slots__ = ("name", "source")
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source = source
+        self.name = name
 
 
 def _expand(value: object) -> dict[str, Any] | None:
