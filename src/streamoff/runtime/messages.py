@@ -6,6 +6,8 @@ has seen and delivers it once. Every queue and every memory here is bounded.
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError, StreamoffError, UnreachableError, UsageError
-from streamoff.types import Address
+from streamoff.tensors.views import nbytes
+from streamoff.types import MIB, Address
+from streamoff.wire.codec import encode
 from streamoff.wire.frames import (
     Ack,
     AckOf,
@@ -33,20 +37,28 @@ from streamoff.wire.limits import Limits, clip
 __all__ = [
     "MAX_DEDUPLICATED",
     "MAX_QUEUED",
+    "MAX_QUEUED_BYTES",
     "MAX_TOPICS",
     "MAX_UNACKED",
+    "UNACKED_SECONDS",
     "Mailbox",
     "MailboxStatistics",
     "Parcel",
     "Subscription",
 ]
 
+logger = logging.getLogger("streamoff.messages")
+
 MAX_QUEUED: Final = 1024
 """Messages of one topic that wait for their reader; more are answered ``busy``."""
 MAX_TOPICS: Final = 256
 MAX_UNACKED: Final = 4096
 """Messages sent and not acknowledged; one more is refused."""
-MAX_DEDUPLICATED: Final = 4096
+MAX_QUEUED_BYTES: Final = 256 * MIB
+"""Bodies of all messages that wait for their readers; more are answered ``busy``."""
+UNACKED_SECONDS: Final = 600.0
+"""How long a message is repeated to a receiver that does not come back."""
+MAX_DEDUPLICATED: Final = 65_536
 """Message ids remembered, so that a message repeated over a new link is delivered once."""
 
 
@@ -81,9 +93,10 @@ class Subscription:
 
     def __init__(self, topic: str, close: Callable[[Subscription], None]) -> None:
         self.topic = topic
+        self.nbytes = 0
         self._close = close
         self._queue: deque[Parcel] = deque()
-        self._arrived = anyio.Event()
+        self._changed = anyio.Event()
         self._open = True
 
     def put(self, parcel: Parcel) -> bool:
@@ -91,8 +104,13 @@ class Subscription:
         if len(self._queue) >= MAX_QUEUED:
             return False
         self._queue.append(parcel)
-        self._arrived.set()
+        self.nbytes += nbytes(parcel.body)
+        self._notify()
         return True
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -101,26 +119,28 @@ class Subscription:
         return self
 
     async def __anext__(self) -> Parcel:
-        """Wait for the next message; a cancelled wait loses none."""
+        """Wait for the next message; a cancelled wait loses none. Several readers share the messages."""
+        await anyio.lowlevel.checkpoint()
         while not self._queue:
             if not self._open:
                 raise StopAsyncIteration
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
-        await anyio.lowlevel.checkpoint()
-        return self._queue.popleft()
+            await self._changed.wait()
+        parcel = self._queue.popleft()
+        self.nbytes -= nbytes(parcel.body)
+        return parcel
 
     def close(self) -> None:
         """Take no more messages; what is queued can still be read. Idempotent."""
         if self._open:
             self._open = False
             self._close(self)
-            self._arrived.set()
+            self._notify()
 
 
 @dataclass(slots=True)
 class _Unacked:
     frame: Message
+    give_up_at: float
     on_answer: Callable[[StreamoffError | None], None] | None
 
 
@@ -158,7 +178,9 @@ class Mailbox:
         self._subscriptions: dict[str, Subscription] = {}
         self._unacked: OrderedDict[int, _Unacked] = OrderedDict()
         self._seen: OrderedDict[tuple[Address, bytes, int], None] = OrderedDict()
-        self._ids = count(1)
+        self._ids = count(
+            secrets.randbits(48)
+        )  # a restarted sender repeats no id of its former life
 
     def statistics(self) -> MailboxStatistics:
         """A snapshot."""
@@ -212,8 +234,9 @@ class Mailbox:
                 via,
                 uplink,
             )
-            if not subscription.put(parcel):
-                self._refuse(frame, ErrorCode.BUSY, f"{MAX_QUEUED} messages wait already")
+            waiting = sum(one.nbytes for one in self._subscriptions.values())
+            if waiting + nbytes(frame.body) > MAX_QUEUED_BYTES or not subscription.put(parcel):
+                self._refuse(frame, ErrorCode.BUSY, "too many messages wait already")
                 return
             self._seen[key] = None
             if len(self._seen) > MAX_DEDUPLICATED:
@@ -257,8 +280,10 @@ class Mailbox:
 
         Raises:
             UnreachableError: No way to the receiver now.
-            LimitError: Too many messages are unacknowledged.
+            LimitError: Too many messages are unacknowledged, or the message is too large.
+            UsageError: Not a topic. Nothing was sent.
         """
+        self._give_up()
         if not self._can_reach(to):
             raise UnreachableError("no way to the receiver", peer=to)
         if len(self._unacked) >= MAX_UNACKED:
@@ -274,7 +299,9 @@ class Mailbox:
             pass_through=pass_through,
             body=body,
         )
-        self._unacked[frame.id] = _Unacked(frame, on_answer)
+        encode(frame, self._limits)  # refused here, and not by the link, which would not survive it
+        give_up_at = anyio.current_time() + UNACKED_SECONDS
+        self._unacked[frame.id] = _Unacked(frame, give_up_at, on_answer)
         self._send(frame)
         return frame.id
 
@@ -283,30 +310,45 @@ class Mailbox:
         self._unacked.pop(message, None)
 
     def repeat(self, along: Callable[[Address], bool]) -> None:
-        """A new link: send again what has not been acknowledged and goes that way."""
+        """A new way: send again what has not been acknowledged and goes that way."""
+        self._give_up()
         for waiting in tuple(self._unacked.values()):
             if along(waiting.frame.to):
                 self._send(waiting.frame)
 
+    def _give_up(self) -> None:
+        """Repeat no more what was sent too long ago."""
+        now = anyio.current_time()
+        while self._unacked and next(iter(self._unacked.values())).give_up_at <= now:
+            _, waiting = self._unacked.popitem(last=False)
+            what = "a message was not acknowledged"
+            _answer(waiting, UnreachableError(what, peer=waiting.frame.to))
+
     def on_acked(self, sender: Address, message: int) -> None:
         """The receiver has it."""
-        waiting = self._unacked.get(message)
-        if waiting is not None and waiting.frame.to == sender:
-            del self._unacked[message]
-            if waiting.on_answer is not None:
-                waiting.on_answer(None)
+        self._answered(sender, message, None)
 
     def on_refused(self, sender: Address, message: int, why: str) -> None:
         """The receiver will not have it, or is not there."""
+        error = UnreachableError("the message was refused", got=why, peer=sender)
+        self._answered(sender, message, error)
+
+    def _answered(self, sender: Address, message: int, error: StreamoffError | None) -> None:
         waiting = self._unacked.get(message)
-        if waiting is None or waiting.frame.to != sender:
-            return
-        del self._unacked[message]
-        if waiting.on_answer is not None:
-            waiting.on_answer(UnreachableError("the message was refused", got=why, peer=sender))
+        if waiting is not None and waiting.frame.to == sender:
+            del self._unacked[message]
+            _answer(waiting, error)
 
     def close(self) -> None:
         """End every subscription and repeat nothing any more."""
         for subscription in tuple(self._subscriptions.values()):
             subscription.close()
         self._unacked.clear()
+
+
+def _answer(waiting: _Unacked, error: StreamoffError | None) -> None:
+    if waiting.on_answer is not None:
+        try:
+            waiting.on_answer(error)
+        except Exception:
+            logger.exception("a callback of message %d failed", waiting.frame.id)
