@@ -10,6 +10,7 @@ from streamoff.machines import (
     download as d,
     job_root as j,
     notice as n,
+    participation as p,
     serving as s,
     transaction as t,
 )
@@ -200,6 +201,30 @@ def notice(state: n.NoticeState) -> n.Notice:
         n.NoticeState.BACKOFF: run(n.NOTICE, sent, n.AttemptExpired(0.0)),
         n.NoticeState.ACKED: run(n.NOTICE, sent, n.Acked(0.0)),
         n.NoticeState.GIVEN_UP: run(n.NOTICE, sent, n.TotalExpired(0.0)),
+    }
+    return states[state]
+
+
+# --- participation --------------------------------------------------------------------------------
+
+PARTICIPATION_EVENTS: tuple[p.ParticipationEvent, ...] = (
+    p.Offered(7),
+    p.Counted(),
+    p.Failed("disk full"),
+    p.Closed("enough responses"),
+)
+
+
+def participation(state: p.ParticipationState) -> p.Participation:
+    """One site in one round, brought to ``state``."""
+    awaited = p.Participation("site-1")
+    landing = run(p.PARTICIPATION, awaited, p.Offered(6))
+    states = {
+        p.ParticipationState.AWAITED: awaited,
+        p.ParticipationState.LANDING: landing,
+        p.ParticipationState.ACCEPTED: run(p.PARTICIPATION, landing, p.Counted()),
+        p.ParticipationState.FAILED: run(p.PARTICIPATION, landing, p.Failed("disk full")),
+        p.ParticipationState.LATE: run(p.PARTICIPATION, awaited, p.Closed("enough responses")),
     }
     return states[state]
 

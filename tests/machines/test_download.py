@@ -292,6 +292,7 @@ def test_a_receiver_gives_up_before_its_producer_does() -> None:
     while not seat.record.ended:
         due = d.next_tick(seat.record)
         assert due is not None
+        assert due < 5000.0, "no end in sight"
         seat.until(due)
         if seat.record.state is DownloadState.OPENING:
             late = seat.record.since + B.stall - 0.1
@@ -318,6 +319,7 @@ def test_holds_are_bounded_however_they_are_cut(seconds: float) -> None:
     while not seat.record.ended:
         due = d.next_tick(seat.record)
         assert due is not None
+        assert due < 5000.0, "no end in sight"
         now = due
         if seat.record.state is DownloadState.STREAMING:
             seat.do(d.HoldAsked(math.nextafter(now, 0.0), seconds))

@@ -15,6 +15,7 @@ from streamoff.machines.cells import Blame, Go, Ignore, Machine, Refuse
 from streamoff.machines.download import DOWNLOAD
 from streamoff.machines.job_root import JOB_ROOT
 from streamoff.machines.notice import NOTICE
+from streamoff.machines.participation import PARTICIPATION
 from streamoff.machines.serving import SERVING
 from streamoff.machines.transaction import TRANSACTION
 
@@ -96,6 +97,14 @@ Removed         OURS          OURS          OURS           OURS           GONE/R
 RemovalExpired  OURS          OURS          OURS           OURS           GONE/RR   .     .
 """
 
+PARTICIPATION_GRID = """
+         AWAITED    LANDING    ACCEPTED    FAILED    LATE
+Offered  LANDING/P  LANDING/D  ACCEPTED/D  FAILED/D  LATE/D
+Counted  OURS       ACCEPTED   OURS        OURS      .
+Failed   FAILED     FAILED     FAILED      .         .
+Closed   LATE       LATE/CP    .           .         .
+"""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -127,6 +136,9 @@ SUBJECTS = {
     ),
     "download": Subject(DOWNLOAD, DOWNLOAD_GRID, samples.download, samples.DOWNLOAD_EVENTS),
     "notice": Subject(NOTICE, NOTICE_GRID, samples.notice, samples.NOTICE_EVENTS),
+    "participation": Subject(
+        PARTICIPATION, PARTICIPATION_GRID, samples.participation, samples.PARTICIPATION_EVENTS
+    ),
     "job-root": Subject(JOB_ROOT, JOB_ROOT_GRID, samples.job_root, samples.JOB_ROOT_EVENTS),
 }
 each_machine = pytest.mark.parametrize("name", SUBJECTS)
