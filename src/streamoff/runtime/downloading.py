@@ -160,7 +160,7 @@ class Transfer:
         self._landing: Landing | None = None
         self._landing_now: ByteRange | None = None
         self._state: State | None = None
-        self._defect: Exception | None = None
+        self.defect: Exception | None = None
 
     # --- for the owner ----------------------------------------------------------------------------
 
@@ -179,8 +179,8 @@ class Transfer:
             StreamoffError: The first real cause, with the story of the transfer.
             Exception: A defect of ours.
         """
-        if self._defect is not None:
-            raise self._defect
+        if self.defect is not None:
+            raise self.defect
         if self.record.cause is not None:
             raise self.record.cause
         if self._state is None:
@@ -206,7 +206,7 @@ class Transfer:
                     await self._to_the_end()
                 except Exception as error:
                     logger.exception("a defect ends %s from %s", self.ref.id, self.ref.source)
-                    self._defect = error
+                    self.defect = error
                 self._wire.forget(self)
                 await self._clean_up()
         finally:
@@ -541,7 +541,7 @@ class Transfer:
             self._inbox.popleft().release()
         self._header = None
         landing, self._landing = self._landing, None
-        if self.record.state is DownloadState.DONE and self._defect is None:
+        if self.record.state is DownloadState.DONE and self.defect is None:
             return
         if self._state is not None:
             self.release()

@@ -12,14 +12,14 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from streamoff.errors import (
     HandshakeError,
@@ -29,6 +29,7 @@ from streamoff.errors import (
     StreamoffError,
     UnexpectedMessageError,
     UnreachableError,
+    UsageError,
 )
 from streamoff.machines.notice import NoticeBook
 from streamoff.runtime.downloading import Terms, Transfer, Wire
@@ -45,6 +46,7 @@ from streamoff.runtime.timers import Timers
 from streamoff.tensors.sources import Source
 from streamoff.tensors.state import State
 from streamoff.types import Address, Budgets, Capability, Ref, Slot
+from streamoff.wire.codec import encode
 from streamoff.wire.frames import (
     Ack,
     AckOf,
@@ -52,7 +54,6 @@ from streamoff.wire.frames import (
     Chunk,
     Confirm,
     Error,
-    Frame,
     FrameType,
     Hello,
     Hold,
@@ -127,8 +128,22 @@ class ClosesWithEndpoint(Protocol):
         """Begin to end; must not block."""
         ...
 
+    def serves(self, tx: Transaction) -> bool:
+        """Whether a transaction has until the end of this."""
+        ...
 
-def _expect_hello(frame: Frame) -> Hello:
+
+def _check_names(ref: Ref, names: Collection[str], me: Address, limits: Limits) -> None:
+    """Refuse here what the link would refuse to carry."""
+    encode(
+        Open(to=ref.source, sender=me, stream=0, ref=ref.id, ticket=ref.ticket, names=tuple(names)),
+        limits,
+    )
+
+
+def _expect_hello(inbound: Inbound) -> Hello:
+    frame = inbound.frame
+    inbound.release()
     if not isinstance(frame, Hello):
         raise HandshakeError("the first frame", expected="hello", got=type(frame).__name__)
     return frame
@@ -175,6 +190,8 @@ class BaseEndpoint:
         self.open_jobs: set[str] = set()
         self.warned_no_job = False
         self._scopes: set[anyio.CancelScope] = set()
+        self._kept: set[Address] = set()
+        self._closing = False
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -221,24 +238,31 @@ class BaseEndpoint:
             raise
 
     async def _close(self) -> None:
+        """End everything, jobs within their windows, then let the last frames out and close the links."""
+        why = "the endpoint is closing"
+        self._closing = True
         self._unlisten()
         for scope in tuple(self._scopes):
             scope.cancel()
         for transfer in tuple(self._transfers):
-            transfer.cancel("the endpoint is closing")
-        for tx in self.publisher.open:
-            tx.cancel("the endpoint is closing")
-        self.mailbox.close()
-        for job in tuple(self.jobs):
+            transfer.cancel(why)
+        jobs = tuple(self.jobs)
+        for job in jobs:
             job.close()
+        for tx in self.publisher.open:
+            if not any(job.serves(tx) for job in jobs):
+                tx.cancel(why)
+        self.mailbox.close()
+        for job in jobs:
             await job.closed.wait()
-        for transfer in tuple(self._transfers):
-            await transfer.closed.wait()
+        self.publisher.close(why)
         with anyio.move_on_after(self.close_timeout):
+            for transfer in tuple(self._transfers):
+                await transfer.closed.wait()
             for driver in tuple(self._links.values()):
                 await driver.flush()
         for driver in tuple(self._links.values()):
-            driver.lose(LinkLostError("the endpoint is closing"))
+            driver.lose(LinkLostError(why))
         self._own.cancel()
 
     def _unlisten(self) -> None:
@@ -270,12 +294,24 @@ class BaseEndpoint:
         Raises:
             UnreachableError: Nobody answers.
             HandshakeError: The two cannot work together.
+            UsageError: It is being kept already.
         """
         address = Address(to)
-        driver = await self._dial(address)
-        if self._uplink is None:
+        if address in self._kept:
+            raise UsageError("connected already", got=address)
+        first = self._uplink is None
+        self._kept.add(address)
+        if first:
             self._uplink = address
-        await self._tasks.start(self._keep_link, address, driver)
+        try:
+            driver = await self._dial(address)
+        except BaseException:
+            self._kept.discard(address)
+            if first:
+                self._uplink = None
+            raise
+        self._put_into_service(driver)
+        self._tasks.start_soon(self._keep_link, address, driver)
 
     async def _dial(self, to: Address) -> LinkDriver:
         error: StreamoffError = UnreachableError(
@@ -290,19 +326,21 @@ class BaseEndpoint:
             return await self._shake_hands(link, dialled=to)
         raise error
 
-    async def _keep_link(
-        self, to: Address, driver: LinkDriver, *, task_status: TaskStatus[None]
-    ) -> None:
+    async def _keep_link(self, to: Address, driver: LinkDriver) -> None:
         with self._until_closed():
             while True:
-                await self._drive(driver, task_status)
+                await self._drive(driver)
                 driver = await self._redial(to)
+                self._put_into_service(driver)
 
     async def _redial(self, to: Address) -> LinkDriver:
+        """Dial until somebody answers; while the other end's own link is there, there is no need to."""
         pause, longest = REDIAL_SECONDS
         while True:
             await anyio.sleep(pause * self._jitter.uniform(0.5, 1.0))
             pause = min(2 * pause, longest)
+            if to in self._links:
+                continue
             try:
                 return await self._dial(to)
             except StreamoffError as error:
@@ -318,12 +356,15 @@ class BaseEndpoint:
             except StreamoffError as error:
                 logger.info("%s refused a link: %s", self.address, error)
                 return
-            await self._drive(driver, anyio.TASK_STATUS_IGNORED)
+            self._put_into_service(driver)
+            await self._drive(driver)
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
         """A scope that outer cancellation does not reach and that ends when the endpoint closes."""
         with anyio.CancelScope(shield=True) as scope:
+            if self._closing:
+                scope.cancel()
             self._scopes.add(scope)
             try:
                 yield
@@ -340,8 +381,7 @@ class BaseEndpoint:
         try:
             with anyio.fail_after(HANDSHAKE_SECONDS):
                 await link.send(mine, lambda: iter(()))
-                theirs = (await link.receive()).frame
-            hello = _expect_hello(theirs)
+                hello = _expect_hello(await link.receive())
             known = self._instances.get(hello.address)
             accepted = judge(mine, hello, known, dialled=dialled)
         except TimeoutError as error:
@@ -357,7 +397,7 @@ class BaseEndpoint:
             mine=mine,
             theirs=hello,
             accepted=accepted,
-            uplink=dialled is not None and self._uplink in {None, dialled},
+            uplink=dialled is not None and dialled == self._uplink,
             timers=self.timers,
             dispatch=self._dispatch,
         )
@@ -367,40 +407,48 @@ class BaseEndpoint:
         with anyio.CancelScope(shield=True):
             await link.aclose()
 
-    async def _drive(self, driver: LinkDriver, task_status: TaskStatus[None]) -> None:
-        """Put a link into service until it is lost."""
-        peer = driver.peer
-        self._put_into_service(driver)
-        if task_status is not anyio.TASK_STATUS_IGNORED:
-            task_status.started()
+    async def _drive(self, driver: LinkDriver) -> None:
+        """Run a link that is in service until it is lost."""
         cause = await driver.run()
-        if self._links.get(peer) is driver:
-            del self._links[peer]
-            self._way_lost(peer)
-        logger.info("%s lost the link to %s: %s", self.address, peer, cause.what)
+        if self._links.get(driver.peer) is driver:
+            self._take_out_of_service(driver)
+        logger.info("%s lost the link to %s: %s", self.address, driver.peer, cause.what)
 
     def _put_into_service(self, driver: LinkDriver) -> None:
+        """Use a link from now on; what was under way on a former one to the same peer is lost."""
         peer = driver.peer
         former = self._links.get(peer)
         if driver.accepted.supersedes:
             self._peer_restarted(peer)
+        if former is not None:
+            former.lose(LinkLostError("replaced by a newer link", peer=peer))
+            for transfer in self._transfers_along(former):
+                transfer.link_lost()
         self._instances[peer] = driver.theirs.instance
         self._instances.move_to_end(peer)
         if len(self._instances) > MAX_INSTANCES:
             self._instances.popitem(last=False)
         self._links[peer] = driver
-        if former is not None:
-            former.lose(LinkLostError("replaced by a newer link", peer=peer))
         self.mailbox.repeat(lambda to: self._way(to) is driver)
-        for transfer in tuple(self._transfers):
-            if self._way(transfer.ref.source) is driver:
-                transfer.link_restored()
+        for transfer in self._transfers_along(driver):
+            transfer.link_restored()
+        if self._closing:
+            driver.lose(LinkLostError("the endpoint is closing"))
 
-    def _way_lost(self, peer: Address) -> None:
-        for transfer in tuple(self._transfers):
-            source = transfer.ref.source
-            if self._way(source) is None and (peer.covers(source) or peer == self._uplink):
-                transfer.link_lost()
+    def _take_out_of_service(self, driver: LinkDriver) -> None:
+        """A link is lost, and what was under way on it; some of it may have another way."""
+        cut_off = self._transfers_along(driver)
+        del self._links[driver.peer]
+        for transfer in cut_off:
+            transfer.link_lost()
+            if self.can_reach(transfer.ref.source):
+                transfer.link_restored()
+        self.mailbox.repeat(
+            lambda to: driver.peer.covers(to) or (driver.uplink and not self.address.covers(to))
+        )
+
+    def _transfers_along(self, driver: LinkDriver) -> tuple[Transfer, ...]:
+        return tuple(one for one in self._transfers if self._way(one.ref.source) is driver)
 
     def _peer_restarted(self, peer: Address) -> None:
         self.publisher.peer_restarted(peer)
@@ -432,23 +480,37 @@ class BaseEndpoint:
     # --- frames -----------------------------------------------------------------------------------
 
     def _dispatch(self, driver: LinkDriver, inbound: Inbound) -> None:
+        """Take one frame. A neighbour that talks nonsense loses its link; one behind it is not heard."""
         frame = inbound.frame
+        assert isinstance(frame, Routed)
         try:
-            assert isinstance(frame, Routed)
-            if not may_speak(
-                frame.sender, me=self.address, uplink=driver.uplink, peers=(driver.peer,)
-            ):
-                raise UnexpectedMessageError(
-                    "a link spoke for somebody else", expected=driver.peer, got=frame.sender
-                )
-            if frame.to == self.address:
-                self._handle(driver, frame, inbound)
-                return
+            self._check_sender(driver, frame)
+        except UnexpectedMessageError as error:
+            inbound.release()
+            self._drop(driver, error)
+            return
+        if frame.to != self.address:
             inbound.release()
             self._unreachable(driver, frame)
+            return
+        try:
+            self._handle(driver, frame, inbound)
         except PeerError as error:
-            logger.warning("%s drops the link to %s: %s", self.address, driver.peer, error)
-            driver.lose(error)
+            if frame.sender == driver.peer:
+                self._drop(driver, error)
+            else:
+                logger.warning("%s ignores %s: %s", self.address, frame.sender, error)
+
+    def _check_sender(self, driver: LinkDriver, frame: Routed) -> None:
+        peers = (driver.peer,)
+        if not may_speak(frame.sender, me=self.address, uplink=driver.uplink, peers=peers):
+            raise UnexpectedMessageError(
+                "a link spoke for somebody else", expected=driver.peer, got=frame.sender
+            )
+
+    def _drop(self, driver: LinkDriver, error: StreamoffError) -> None:
+        logger.warning("%s drops the link to %s: %s", self.address, driver.peer, error)
+        driver.lose(error)
 
     def _unreachable(self, driver: LinkDriver, frame: Routed) -> None:
         if isinstance(frame, (Error, Unreachable, Ack)):
@@ -496,7 +558,7 @@ class BaseEndpoint:
             case Error():
                 self._on_error(frame)
             case Unreachable():
-                self._on_unreachable(frame)
+                self._on_unreachable(driver, frame)
             case Notice():
                 self._on_notice(frame)
             case _:
@@ -515,7 +577,10 @@ class BaseEndpoint:
         elif transfer := self._transfer_of(frame.id, frame.sender):
             transfer.on_error(frame)
 
-    def _on_unreachable(self, frame: Unreachable) -> None:
+    def _on_unreachable(self, driver: LinkDriver, frame: Unreachable) -> None:
+        """The way ends somewhere; only who is on it can know."""
+        if self._way(frame.address) is not driver:
+            return
         if frame.of is FrameType.MESSAGE:
             self.mailbox.on_refused(frame.address, frame.about, f"{frame.address} is unreachable")
         elif transfer := self._transfer_of(frame.about, frame.address):
@@ -528,7 +593,7 @@ class BaseEndpoint:
 
     def _on_notice(self, frame: Notice) -> None:
         now = anyio.current_time()
-        dead = self._notices.enter(now, frame.sender, frame.source, frame.refs, frame.reason)
+        dead = set(self._notices.enter(now, frame.sender, frame.source, frame.refs, frame.reason))
         for transfer in tuple(self._transfers):
             if (transfer.ref.source, transfer.ref.id) in dead:
                 transfer.fail(self._source_failed(transfer.ref, frame.reason))
@@ -564,13 +629,18 @@ class BaseEndpoint:
         Raises:
             SourceFailedError: The owner of the source has said that it is dead. Nothing was sent.
             UnreachableError: There is no way to the source.
+            LimitError, UsageError: The names wanted cannot be asked for, or the endpoint is closing.
         """
+        if self._closing:
+            raise UsageError("the endpoint is closing", got=self.address)
         reason = self._notices.reason(anyio.current_time(), ref.source, ref.id)
         if reason is not None:
             raise self._source_failed(ref, reason)
         way = self._way(ref.source)
         if way is None:
             raise UnreachableError("no way to the source", site=ref.source, ref=ref.id)
+        if terms.names is not None:
+            _check_names(ref, terms.names, self.address, self.limits)
         direct = way.peer == ref.source
         return Transfer(
             ref,
@@ -584,8 +654,17 @@ class BaseEndpoint:
         )
 
     async def start_job(self, supervise: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Start the supervisor of a job; it lives as long as it needs to."""
-        await self._tasks.start(supervise)
+        """Start the supervisor of a job; it lives as long as it needs to.
+
+        Raises:
+            UsageError: The endpoint is closing. Nothing was started.
+
+        Cancellation: does not reach it; it takes no time.
+        """
+        if self._closing:
+            raise UsageError("the endpoint is closing", got=self.address)
+        with anyio.CancelScope(shield=True):
+            await self._tasks.start(supervise)
 
     async def run_transfer(
         self, transfer: Transfer, spawn: Callable[..., object] | None = None
@@ -597,8 +676,8 @@ class BaseEndpoint:
 
         Cancellation: cancels the transfer, waits until nothing of it is left, then goes on.
         """
-        self._transfers.add(transfer)
         (spawn or self._tasks.start_soon)(self._run_transfer, transfer)
+        self._transfers.add(transfer)
         try:
             await transfer.closed.wait()
         except BaseException:

@@ -8,6 +8,7 @@ this module carries it out.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from streamoff.errors import JobClosedError, JobExistsError, StreamoffError, UsageError
 from streamoff.machines import job_root as m
+from streamoff.machines.download import DownloadState
 from streamoff.machines.job_root import JOB_ROOT, Admission, JobRoot, JobRootState
 from streamoff.machines.story import Story
 from streamoff.runtime.downloading import Terms, Transfer
@@ -37,7 +39,7 @@ from streamoff.scratch.space import free_space
 from streamoff.tensors.landing import DiskLanding
 from streamoff.tensors.layout import Layout, subset
 from streamoff.tensors.state import State
-from streamoff.types import Ref
+from streamoff.types import OutcomeStatus, Ref
 
 __all__ = [
     "DRAIN_WINDOW_SECONDS",
@@ -267,7 +269,7 @@ class Job:
             guard=self.guard,
             dispose=lambda path: root.reclaim(path, charge.release),
             durable=durable,
-            hop=self._hop,
+            hop=partial(_hop, self.endpoint.resources.reading),
         )
 
     def new_directory(self, nbytes: int, what: str) -> tuple[Path, Callable[[Path], object]]:
@@ -285,6 +287,10 @@ class Job:
             raise
         return directory, lambda path: root.reclaim(path, charge.release)
 
+    def serves(self, tx: Transaction) -> bool:
+        """Whether a transaction serves a file of this root, and so has until the end of the window."""
+        return tx in self._serves
+
     def attach(self, tx: Transaction) -> None:
         """A transaction serves a file of this root: it shares the drain window.
 
@@ -292,7 +298,7 @@ class Job:
             JobClosedError: The root is draining.
         """
         self._admit(Admission.SERVES)
-        if tx.outcome is None:
+        if tx.outcome is None and tx not in self._serves:
             self._serves[tx] = anyio.current_time()
             tx.on_settled.append(lambda _outcome: self._served(tx))
 
@@ -333,34 +339,49 @@ class Job:
                     consumer.result = await call()
                     consumer.end = ConsumerEnd.FINISHED
                 except Exception as error:  # noqa: BLE001 - it is reported and cancels its own body
-                    consumer.end, consumer.error = ConsumerEnd.FAILED, error
-                    self.failures.append(error)
-                    self.body.cancel()
+                    self._failed(consumer, error)
             if consumer.scope.cancelled_caught:
-                cut = consumer.name in self.record.cut
-                consumer.end = ConsumerEnd.CUT if cut else ConsumerEnd.CANCELLED
+                consumer.end = self._cut_or_cancelled()
         finally:
             self._consumers.discard(consumer)
             self._note(consumer.name, consumer.end, consumer.started, consumer.error)
             consumer.ended.set()
             self._changed.set()
 
+    def _failed(self, consumer: Consumer, error: Exception) -> None:
+        """A read that is refused because the consumer was cut is how a blocking one learns of it."""
+        consumer.error = error
+        if consumer.scope.cancel_called and _is_refused_read(error):
+            consumer.end = self._cut_or_cancelled()
+            return
+        consumer.end = ConsumerEnd.FAILED
+        self.failures.append(error)
+        self.body.cancel()
+
+    def _cut_or_cancelled(self) -> ConsumerEnd:
+        return ConsumerEnd.CUT if self.record.cut else ConsumerEnd.CANCELLED
+
     def _note_download(self, transfer: Transfer, started: float) -> None:
-        error = transfer.record.cause
-        cancelled = transfer.record.state.value == "cancelled"
+        error = transfer.record.cause or transfer.defect
+        cancelled = transfer.record.state is DownloadState.CANCELLED
         end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
         name = f"download {transfer.ref.id} from {transfer.ref.source}"
         self._note(name, ConsumerEnd.FINISHED if error is None else end, started, error)
 
     def _served(self, tx: Transaction) -> None:
         started = self._serves.pop(tx, anyio.current_time())
-        aborted = tx.record.cause.startswith("deleted")
-        end = ConsumerEnd.CUT if aborted else ConsumerEnd.FINISHED
-        self._note(f"serving {tx.id}", end, started, None)
+        outcome = tx.record.outcome
+        status = OutcomeStatus.ABORTED if outcome is None else outcome.status
+        end = {
+            OutcomeStatus.COMPLETED: ConsumerEnd.FINISHED,
+            OutcomeStatus.FAILED: ConsumerEnd.FAILED,
+            OutcomeStatus.ABORTED: self._cut_or_cancelled(),
+        }[status]
+        self._note(f"serving {tx.id}", end, started, tx.record.cause)
         self._changed.set()
 
     def _note(
-        self, name: str, end: ConsumerEnd, started: float, error: BaseException | None
+        self, name: str, end: ConsumerEnd, started: float, error: BaseException | str | None
     ) -> None:
         self._ends[end] += 1
         if end is not ConsumerEnd.FINISHED:
@@ -376,33 +397,38 @@ class Job:
         names += ["a read of a landed file"] * self.guard.reads
         return tuple(names)
 
-    async def _hop(self, call: Callable[[], Any]) -> Any:
-        return await run_in_thread(call, limiter=self.endpoint.resources.reading)
-
     # --- the supervisor ---------------------------------------------------------------------------
 
     async def supervise(self, *, task_status: TaskStatus[None]) -> None:
-        """Run the nursery and, when the body is left, the drain."""
-        with anyio.CancelScope(shield=True):
-            async with anyio.create_task_group() as nursery:
-                self._nursery = nursery
-                self.endpoint.jobs.add(self)
-                lease = anyio.CancelScope()
-                nursery.start_soon(self._keep_lease, lease)
-                task_status.started()
-                await self._closing.wait()
-                await self._drain()
-                lease.cancel()
-            if self.record.state is JobRootState.STUCK:
-                await self._bury_late()
+        """Run the nursery and, when the body is left, the drain; whatever happens, waiters are woken."""
+        try:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as nursery:
+                    self._nursery = nursery
+                    self.endpoint.jobs.add(self)
+                    lease = anyio.CancelScope()
+                    nursery.start_soon(self._keep_lease, lease)
+                    task_status.started()
+                    await self._closing.wait()
+                    await self._drain()
+                    if self.record.state is JobRootState.STUCK:
+                        await self._bury_late()
+                    lease.cancel()
+        finally:
             self.endpoint.jobs.discard(self)
+            self._end()
+
+    def _end(self) -> None:
+        """The name is free and whoever waits for the end goes on; what is stuck may still be there."""
+        self.endpoint.open_jobs.discard(self.name)
+        self.closed.set()
 
     async def _keep_lease(self, scope: anyio.CancelScope) -> None:
         with scope:
             while True:
                 await anyio.sleep(TOUCH_EVERY)
                 try:
-                    await run_in_thread(self._root.touch)
+                    await run_in_thread(self._root.touch, limiter=self.endpoint.resources.roots)
                 except OSError as error:
                     logger.warning("job %s: its lease cannot be touched: %s", self.name, error)
 
@@ -423,11 +449,11 @@ class Job:
             await self._wait_for_change()
         if self.record.state is JobRootState.REMOVING:
             await self._remove()
-        self.closed.set()
+        self._end()
 
     async def _wait_for_change(self) -> None:
         self._changed = anyio.Event()
-        due = self.record.due if self.record.due is not None else anyio.current_time()
+        due = self.record.due if self.record.due is not None else math.inf
         if self.guard.reads:
             due = min(due, anyio.current_time() + READ_POLL_SECONDS)
         with anyio.CancelScope(deadline=due):
@@ -436,7 +462,9 @@ class Job:
     async def _remove(self) -> None:
         due = self.record.due if self.record.due is not None else anyio.current_time()
         seconds = max(0.0, due - anyio.current_time())
-        self._removed = await run_in_thread(self._bury, seconds)
+        self._removed = await run_in_thread(
+            self._bury, seconds, limiter=self.endpoint.resources.roots
+        )
         now = anyio.current_time()
         self._gone_at = now
         self._step(m.Removed(now) if self._removed else m.RemovalExpired(now))
@@ -453,7 +481,9 @@ class Job:
         return JANITOR.wait(gone, seconds)
 
     async def _bury_late(self) -> None:
-        """The last of the stuck consumers has ended."""
+        """Wait for the last of what is stuck, then let the root go."""
+        while self._left():
+            await self._wait_for_change()
         self._step(m.ConsumersEnded(anyio.current_time(), 0))
         await self._remove()
         logger.info("job %s: what was stuck has ended; its root is gone", self.name)
@@ -473,6 +503,7 @@ class Job:
                 for transfer in tuple(self._downloads):
                     transfer.cancel(f"job {self.name} is closing")
             case m.CutConsumers():
+                self.guard.close()  # a thread that reads block by block stops at its next one
                 for consumer in tuple(self._consumers):
                     consumer.scope.cancel()
             case m.AbortServes():
@@ -551,14 +582,15 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
             raise JobExistsError("the job is open already", job=self._name)
         self._endpoint.open_jobs.add(self._name)
         try:
-            root = await run_in_thread(self._make_root)
+            roots = self._endpoint.resources.roots
+            root = await run_in_thread(self._make_root, limiter=roots)
             try:
                 ledger = Ledger(self._quota, partial(free_space, root.path))
                 job = Job(self._name, self._endpoint, root, window=self._window, ledger=ledger)
                 await self._endpoint.start_job(job.supervise)
             except BaseException:
                 with anyio.CancelScope(shield=True):
-                    await run_in_thread(_remove_root, root)
+                    await run_in_thread(_remove_root, root, limiter=roots)
                 raise
         except BaseException:
             self._endpoint.open_jobs.discard(self._name)
@@ -579,10 +611,11 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         """Drain, remove, report."""
         job = self._job
         job.close()
-        with anyio.CancelScope(shield=True):
-            await job.closed.wait()
-        self._endpoint.open_jobs.discard(self._name)
-        swallowed = bool(job.body.__exit__(kind, error, trace))
+        try:
+            with anyio.CancelScope(shield=True):
+                await job.closed.wait()
+        finally:
+            swallowed = bool(job.body.__exit__(kind, error, trace))
         if not job.failures:
             return swallowed
         if isinstance(error, Exception) and not swallowed:
@@ -590,6 +623,16 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         if len(job.failures) == 1:
             raise job.failures[0]
         raise ExceptionGroup(f"job {self._name} failed", job.failures)
+
+
+async def _hop(limiter: anyio.CapacityLimiter, call: Callable[[], Any]) -> Any:
+    return await run_in_thread(call, limiter=limiter)
+
+
+def _is_refused_read(error: Exception) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return error.split(JobClosedError)[1] is None
+    return isinstance(error, JobClosedError)
 
 
 def _remove_root(root: RootDirectory) -> None:

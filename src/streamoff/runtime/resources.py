@@ -10,10 +10,18 @@ from anyio.lowlevel import RunVar
 
 from streamoff.runtime.pool import BufferPool
 
-__all__ = ["LANDING_THREADS", "MAX_WINDOW", "READING_THREADS", "ResourceStatistics", "Resources"]
+__all__ = [
+    "LANDING_THREADS",
+    "MAX_WINDOW",
+    "READING_THREADS",
+    "ROOT_THREADS",
+    "ResourceStatistics",
+    "Resources",
+]
 
 LANDING_THREADS: Final = 4
 READING_THREADS: Final = 2
+ROOT_THREADS: Final = 4
 MAX_WINDOW: Final = 8
 """Chunks that one download may have asked for and not landed."""
 
@@ -34,7 +42,7 @@ class Resources:
     """Bounded resources of one event loop; use :meth:`current`.
 
     Memory in flight is the pool, whatever the number of sites: a buffer is lent when bytes are here, never
-    when they are asked for. Landing, reading and arithmetic have thread limits of their own, so a program
+    when they are asked for. Landing, reading, making and removing job roots, and arithmetic have thread limits of their own, so a program
     that fills the default one cannot starve a transfer, and the other way round. A landing thread opens at
     most one file, so descriptors are bounded with the threads.
     """
@@ -45,6 +53,9 @@ class Resources:
     )
     reading: anyio.CapacityLimiter = field(
         default_factory=lambda: anyio.CapacityLimiter(READING_THREADS)
+    )
+    roots: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(ROOT_THREADS)
     )
     maths: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     active: int = 0
