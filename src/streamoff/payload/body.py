@@ -22,40 +22,31 @@ uses only part of it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Final
 
 import msgpack
 import numpy as np
 
-from streamoff.errors import (
-    LimitError,
-    MalformedFrameError,
-    StreamoffError,
-    UnsupportedValueError,
-    UsageError,
-)
+from streamoff.errors import LimitError, MalformedFrameError, StreamoffError
 from streamoff.payload.leaves import Batch, LeafKind, TensorRef
+from streamoff.payload.tree import KEYS, PLAIN, Path, fields_of, show, step
 from streamoff.types import Address, Ref
 from streamoff.wire.frames import Views
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits
 
 __all__ = [
-    "MAX_DEPTH",
     "MAX_REFS",
+    "MAX_SAME_HASH",
     "MAX_VALUES",
+    "SCALARS",
     "Body",
-    "Path",
-    "Placed",
     "Tag",
     "join",
-    "leaves",
-    "pack_tree",
-    "replaced",
-    "show",
+    "too_deep",
+    "too_many_values",
     "unpack",
 ]
 
@@ -63,38 +54,17 @@ MAX_REFS: Final = 4096
 """Refs of one message."""
 
 MAX_VALUES: Final = 1_000_000
-"""Values of one tree, containers and keys included: a byte of a body can cost a hundred bytes of objects."""
-
-MAX_DEPTH: Final = 256
-"""Nesting of a tree whose refs are looked for; no endpoint can be set to send a deeper one."""
+"""Values of one tree, containers included, keys not: a byte of a body can cost a hundred bytes of objects."""
 
 MAX_SAME_HASH: Final = 64
 """Keys of one dict, or items of one set, with the same hash: more of them cost quadratic time."""
 
-_SHOWN: Final = 48
-"""Characters of one step of a path in a message."""
-
-Path = tuple[object, ...]
-"""Keys and indices from the root of a tree to one of its values."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
-    """Where a tensor-like value was put: under which key of the collector, as what."""
-
-    key: object
-    path: Path
-    kind: LeafKind
-
-
-Place = Callable[[object, Path], Placed | None]
-"""Takes a tensor-like value; None if it is no tensor."""
-
-Expand = Callable[[object], dict[str, Any] | None]
-"""Turns a whole state (a mapping of tensors that is no plain dict) into one; None if it is none."""
-
-Settle = Callable[[Placed], tuple[int, str]]
-"""Gives what was placed its ref number and name, once the whole tree has been seen."""
+SCALARS: Final = frozenset(
+    {"|b1", "|i1", "|u1"}
+    | {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)}
+    | {"<f2", "<f4", "<f8", "<c8", "<c16"}
+)
+"""NumPy dtypes that mean the same everywhere."""
 
 
 class Tag(IntEnum):
@@ -113,61 +83,8 @@ class Tag(IntEnum):
     FROZENSET = 10
 
 
-_KEYS: Final = frozenset({str, int, bool, type(None), bytes})
-_PLAIN: Final = frozenset({str, float, bool, type(None), bytes})
-"""What stands for itself."""
-_DICTS: Final = frozenset({dict, OrderedDict})
-_SCALARS: Final = frozenset(
-    {"|b1", "|i1", "|u1"}
-    | {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)}
-    | {"<f2", "<f4", "<f8", "<c8", "<c16"}
-)
-"""NumPy dtypes that mean the same everywhere."""
-_CONTAINERS: Final[Mapping[type, Tag]] = {
-    list: Tag.LIST,
-    tuple: Tag.TUPLE,
-    set: Tag.SET,
-    frozenset: Tag.FROZENSET,
-}
-
-
-def show(path: Path) -> str:
-    """Render a path as one would write it."""
-    return "tree" + "".join(f"[{step(one)}]" for one in path)
-
-
-def step(key: object) -> str:
-    """Render a key: peers choose keys, and an int of 5,000 digits has no text at all."""
-    if isinstance(key, int) and key.bit_length() > 8 * _SHOWN:
-        return f"an int of {key.bit_length()} bits"
-    if isinstance(key, (str, bytes)) and len(key) > _SHOWN:
-        return f"{key[:_SHOWN]!r}..."
-    return repr(key)
-
-
-def children(value: object) -> Iterable[tuple[object, object]] | None:
-    """The steps and values under a container of a payload tree; None if it is none.
-
-    The one place that says what is looked into: packing, looking for refs and replacing them agree.
-    """
-    kind = type(value)
-    if kind in _PLAIN:
-        return None
-    if kind in _DICTS:
-        return value.items()  # type: ignore[attr-defined, no-any-return]
-    if kind in _CONTAINERS:
-        return enumerate(value)  # type: ignore[call-overload, no-any-return]
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)):
-        return [(name, getattr(value, name)) for name in _fields(kind)]
-    return None
-
-
-def _fields(kind: Any) -> list[str]:
-    """The fields that make a dataclass; others follow from them."""
-    return [item.name for item in dataclasses.fields(kind) if item.init]
-
-
-def _too_deep(most: int, got: str, path: Path) -> LimitError:
+def too_deep(most: int, got: str, path: Path) -> LimitError:
+    """Make the error of a tree with too many levels."""
     return LimitError(
         "limit 'depth' exceeded",
         expected=f"at most {most} levels",
@@ -177,7 +94,8 @@ def _too_deep(most: int, got: str, path: Path) -> LimitError:
     )
 
 
-def _too_many_values() -> LimitError:
+def too_many_values() -> LimitError:
+    """Make the error of a tree with more than :data:`MAX_VALUES` values."""
     return LimitError(
         "limit 'values' exceeded",
         expected=f"at most {MAX_VALUES} values in a tree",
@@ -185,177 +103,6 @@ def _too_many_values() -> LimitError:
         limit="values",
         hint="Send bulk as tensors or arrays; each is one value",
     )
-
-
-# --- packing --------------------------------------------------------------------------------------
-
-
-class _Packer:
-    def __init__(self, place: Place, expand: Expand, limits: Limits) -> None:
-        self._place = place
-        self._expand = expand
-        self._limits = limits
-        self._pack = msgpack.Packer(use_bin_type=True, strict_types=True).pack
-        self._parts: list[bytes] = []
-        self._size = self._values = 0
-        self._leaves: list[tuple[int, Placed]] = []
-
-    def put(self, token: object) -> None:
-        self._add(self._pack(token))
-
-    def _add(self, part: bytes) -> None:
-        self._room(len(part))
-        self._parts.append(part)
-        self._size += len(part)
-
-    def _room(self, nbytes: int) -> None:
-        """Refuse what is too large before it is copied."""
-        most = self._limits.link.message
-        if self._size + nbytes > most:
-            raise LimitError(
-                "limit 'message' exceeded",
-                expected=f"at most {most} bytes",
-                got=f"{self._size + nbytes} or more",
-                limit="message",
-                hint="Send bulk as tensors or arrays; they do not count",
-            )
-
-    def value(self, value: object, path: Path) -> None:
-        if len(path) > self._limits.depth:
-            raise _too_deep(self._limits.depth, "more, or a cycle", path)
-        self._values += 1
-        if self._values > MAX_VALUES:
-            raise _too_many_values()
-        kind = type(value)
-        if value is None or kind in {bool, float}:
-            self.put(value)
-        elif kind is str:
-            self._text(value, path)
-        elif kind is int:
-            self._integer(value)
-        elif kind in _DICTS:
-            self._dict(value, path)
-        elif kind in _CONTAINERS:
-            self._sequence(_CONTAINERS[kind], value, path)
-        elif kind is bytes:
-            self._room(len(value))  # type: ignore[arg-type]
-            self.put(value)
-        elif isinstance(value, np.generic):
-            self._scalar(value, path)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorRef)):
-            self._dataclass(value, path)
-        else:
-            self._leaf(value, path)
-
-    def _text(self, value: Any, path: Path) -> None:
-        self._room(len(value))
-        try:
-            self.put(value)
-        except UnicodeEncodeError as error:
-            raise UnsupportedValueError("text that is not Unicode", path=show(path)) from error
-
-    def _integer(self, value: Any) -> None:
-        if -(2**63) <= value < 2**64:
-            self.put(Tag.INT.value)
-            self.put(value)
-        else:
-            self._room(value.bit_length() // 8)
-            self.put(Tag.BIG.value)
-            self.put(value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
-
-    def _dict(self, value: Any, path: Path) -> None:
-        self.put(Tag.DICT.value)
-        self.put(len(value))
-        for key, item in value.items():
-            if type(key) not in _KEYS:
-                raise UnsupportedValueError(
-                    "a key that cannot travel",
-                    expected="str, int, bool, None or bytes",
-                    got=type(key).__qualname__,
-                    path=show(path),
-                )
-            self.value(key, (*path, key))
-            self.value(item, (*path, key))
-
-    def _sequence(self, tag: Tag, value: Any, path: Path) -> None:
-        self.put(tag.value)
-        self.put(len(value))
-        for index, item in enumerate(value):
-            self.value(item, (*path, index))
-
-    def _scalar(self, value: Any, path: Path) -> None:
-        little = value.dtype.newbyteorder("<")
-        if little.str not in _SCALARS:
-            raise UnsupportedValueError(
-                "a NumPy scalar that cannot travel", got=value.dtype, path=show(path)
-            )
-        self.put(Tag.SCALAR.value)
-        self.put(little.str)
-        self.put(np.array(value, little).tobytes())
-
-    def _dataclass(self, value: Any, path: Path) -> None:
-        names = _fields(type(value))
-        self.put(Tag.DATACLASS.value)
-        self.put(type(value).__name__)
-        self.put(len(names))
-        for name in names:
-            self.put(name)
-            self.value(getattr(value, name), (*path, name))
-
-    def _leaf(self, value: object, path: Path) -> None:
-        try:
-            placed = self._place(value, path)
-        except StreamoffError as error:
-            raise error.located(path=show(path)) from None
-        if placed is None:
-            state = self._expand(value)
-            if state is not None:
-                self._dict(state, path)
-                return
-            raise UnsupportedValueError(
-                "a value that cannot travel",
-                got=f"{type(value).__module__}.{type(value).__qualname__}",
-                path=show(path),
-                hint="Send plain values, tensors, arrays and dataclasses that the receiver registered",
-            )
-        self.put((Tag.TENSOR if placed.kind is LeafKind.TENSOR else Tag.NDARRAY).value)
-        self._leaves.append((len(self._parts), placed))
-        self._add(b"")
-
-    def settled(self, settle: Settle) -> bytes:
-        """The whole, with the numbers and names of its leaves."""
-        for position, placed in self._leaves:
-            number, name = settle(placed)
-            part = self._pack(number) + self._pack(name)
-            self._room(len(part))
-            self._parts[position] = part
-            self._size += len(part)
-        return b"".join(self._parts)
-
-
-def pack_tree(
-    tree: object,
-    place: Place,
-    expand: Expand,
-    settle: Settle,
-    limits: Limits = DEFAULT_LIMITS,
-) -> bytes:
-    """Encode a tree without its refs.
-
-    Args:
-        tree: The values that a tree may have; anything else is refused with its path.
-        place: Takes tensors, arrays, lazy tensors and kept refs.
-        expand: Turns states into dicts of these.
-        settle: Gives them their numbers and names in the end.
-        limits: Depth and size.
-
-    Raises:
-        UnsupportedValueError: A value or key that cannot travel.
-        LimitError: Too deep (a cycle, for one) or too large.
-    """
-    packer = _Packer(place, expand, limits)
-    packer.value(tree, ())
-    return packer.settled(settle)
 
 
 def join(refs: Iterable[tuple[Ref, bool]], tree: bytes, limits: Limits = DEFAULT_LIMITS) -> Views:
@@ -380,9 +127,6 @@ def join(refs: Iterable[tuple[Ref, bool]], tree: bytes, limits: Limits = DEFAULT
             limit="message",
         )
     return (memoryview(bytes(head)), memoryview(tree))
-
-
-# --- unpacking ------------------------------------------------------------------------------------
 
 
 class Body:
@@ -479,13 +223,13 @@ class Body:
 
     def _value(self, path: Path) -> object:
         if len(path) > self._limits.depth:
-            raise _too_deep(self._limits.depth, "more", path)
+            raise too_deep(self._limits.depth, "more", path)
         self._values += 1
         if self._values > MAX_VALUES:
-            raise _too_many_values()
+            raise too_many_values()
         token = self._token(path)
         if type(token) is not int:
-            if type(token) not in _PLAIN:
+            if type(token) not in PLAIN:
                 raise self._bad("a token", path, expected="a scalar", got=type(token).__name__)
             return token
         try:
@@ -531,14 +275,20 @@ class Body:
         result: dict[Any, object] = {}
         same = _Hashes(self, path)
         for _ in range(self._count(path, 2)):
-            key = self._value(path)
-            if type(key) not in _KEYS:
-                raise self._bad("a key", path, got=type(key).__name__)
+            key = self._key(path)
             same.add(key)
             if key in result:
                 raise self._bad("a key twice", path, got=step(key))
             result[key] = self._value((*path, key))
         return result
+
+    def _key(self, path: Path) -> Any:
+        token = self._token(path)
+        if token in {Tag.INT, Tag.BIG} and type(token) is int:
+            return self._integer(path) if token == Tag.INT else self._big(path)
+        if type(token) not in KEYS - {int}:
+            raise self._bad("a key", path, got=type(token).__name__)
+        return token
 
     def _dataclass(self, path: Path) -> object:
         name = self._expect(str, path)
@@ -551,7 +301,7 @@ class Body:
                 got=step(name),
             )
         values: dict[str, object] = {}
-        wanted = _fields(kind)
+        wanted = fields_of(kind)
         for _ in range(self._count(path, 2)):
             field: str = self._expect(str, path)
             if field in values or field not in wanted:
@@ -576,14 +326,16 @@ class Body:
             raise self._bad("a ref number", path, expected=f"below {len(self.batches)}", got=number)
         batch = self.batches[number]
         if batch.kind not in {None, kind}:
-            raise self._bad("a leaf", path, expected=f"{batch.kind}, as others of its ref", got=kind)
+            raise self._bad(
+                "a leaf", path, expected=f"{batch.kind}, as others of its ref", got=kind
+            )
         batch.kind = kind
         batch.names.add(name)
         return TensorRef(batch, name, kind)
 
     def _scalar(self, path: Path) -> object:
         text, raw = self._expect(str, path), self._expect(bytes, path)
-        if text not in _SCALARS or np.dtype(text).itemsize != len(raw):
+        if text not in SCALARS or np.dtype(text).itemsize != len(raw):
             raise self._bad("a NumPy scalar", path, got=f"{step(text)}, {len(raw)} bytes")
         return np.frombuffer(raw, text)[0]
 
@@ -613,7 +365,7 @@ class _Hashes:
         self._found: Counter[int] = Counter()
 
     def add(self, item: Hashable) -> None:
-        if type(item) in _PLAIN:
+        if type(item) in PLAIN:
             return
         found = hash(item)
         self._found[found] += 1
@@ -645,84 +397,3 @@ def unpack(
     reader = Body(body, known, limits)
     batches = reader.read_refs()
     return reader.read_tree(), tuple(batches)
-
-
-def leaves(tree: object) -> Iterator[tuple[Path, TensorRef]]:
-    """Every kept ref of a tree with its path, in order; looks into all containers and dataclasses.
-
-    Raises:
-        UnsupportedValueError: A ref in a container that no tree can have (a namedtuple, a defaultdict):
-            there it would never be found again.
-        UsageError: Deeper than :data:`MAX_DEPTH`, or a cycle.
-    """
-    todo: list[tuple[Path, object, str]] = [((), tree, "")]
-    while todo:
-        path, value, foreign = todo.pop()
-        if isinstance(value, TensorRef):
-            if foreign:
-                raise UnsupportedValueError(
-                    "a ref in a container that cannot travel", got=foreign, path=show(path)
-                )
-            yield path, value
-            continue
-        found = children(value)
-        if found is None and type(value) not in _PLAIN:
-            found = _foreign(value)
-            foreign = type(value).__qualname__ if found is not None else ""
-        if found is None:
-            continue
-        if len(path) >= MAX_DEPTH:
-            raise UsageError(
-                "the tree is too deep",
-                expected=f"at most {MAX_DEPTH} levels",
-                got="more, or a cycle",
-                path=show(path[:8]),
-            )
-        below = [((*path, key), item, foreign) for key, item in found]
-        todo.extend(reversed(below))
-
-
-def _foreign(value: object) -> Iterable[tuple[object, object]] | None:
-    """What is in a container of a type that trees do not have, so that no ref is passed over."""
-    if isinstance(value, dict):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple, Set)) else None
-
-
-def replaced(tree: Any, ends: Mapping[TensorRef, object]) -> Any:
-    """A copy of a tree with leaves replaced; what has none is shared, not copied.
-
-    Raises:
-        UnsupportedValueError: A set cannot hold, or a dataclass refuses, what a leaf became.
-    """
-    return _replaced(tree, ends, ())
-
-
-def _replaced(tree: Any, ends: Mapping[TensorRef, object], path: Path) -> Any:
-    if isinstance(tree, TensorRef):
-        return ends.get(tree, tree)
-    found = children(tree)
-    if found is None:
-        return tree
-    changed = False
-    items: dict[object, object] = {}
-    for key, item in found:
-        items[key] = new = _replaced(item, ends, (*path, key))
-        changed = changed or new is not item
-    if not changed:
-        return tree
-    try:
-        return _rebuilt(tree, items)
-    except Exception as error:
-        raise UnsupportedValueError(
-            f"{type(tree).__qualname__} cannot hold what its refs became ({error})", path=show(path)
-        ) from error
-
-
-def _rebuilt(tree: Any, items: dict[object, object]) -> object:
-    kind = type(tree)
-    if kind in _DICTS:
-        return kind(items)
-    if kind in _CONTAINERS:
-        return kind(items.values())
-    return dataclasses.replace(tree, **items)

@@ -30,11 +30,12 @@ class DecodeContext:
     Args:
         tensors: ``"memory"``: torch tensors; ``"disk"``: lazy tensors under ``job``.
         job: The open job; without one, ``"disk"`` falls back to memory and says so once.
-        endpoint: Who pulls; by default the endpoint that received the message, or the job's.
+        endpoint: Who pulls; by default the job's endpoint, or the one that received the message.
         budgets: The receiver's side counts; by default the endpoint's.
         check_finite: Whether to note tensors with NaN or infinities while landing.
         durable: Whether a landed file is on stable storage before it counts.
-        accept: Checks the layout of a payload before anything is allocated; runs in a worker thread.
+        accept: Checks the layout of a payload before anything is allocated; runs in a worker thread. What it
+            raises ends the transfer; an error that is not streamoff's becomes a SpecMismatchError.
         progress: Told about landed bytes.
 
     Raises:
@@ -58,10 +59,15 @@ class DecodeContext:
         """Who pulls, and the context without wishes that cannot be met.
 
         Raises:
-            UsageError: There is nobody to pull.
+            UsageError: There is nobody to pull, or the job belongs to another endpoint than the one that
+                shall.
         """
-        job_endpoint = self.job.endpoint if self.job is not None else None
-        puller = self.endpoint or endpoint or job_endpoint
+        owner = self.job.endpoint if self.job is not None else None
+        puller = self.endpoint or owner or endpoint
+        if owner is not None and puller is not owner:
+            raise UsageError(
+                "the job belongs to another endpoint", expected=puller, got=owner.address
+            )
         if puller is None:
             raise UsageError(
                 "nobody to pull the tensors", hint="Give the context an endpoint or an open job"

@@ -11,12 +11,19 @@ from typing import Any, Self
 
 import anyio
 
-from streamoff.errors import StreamoffError, TransferTimeoutError, UsageError
-from streamoff.payload.body import join, unpack
+from streamoff.errors import (
+    SingleConsumerError,
+    StreamoffError,
+    UnreachableError,
+    UsageError,
+)
+from streamoff.payload.body import Body, join
 from streamoff.payload.context import DecodeContext
+from streamoff.payload.delivery import Delivery
 from streamoff.payload.encode import Encoded, Own, encode
 from streamoff.payload.leaves import Batch
-from streamoff.payload.resolve import Only, pull, resolve_with
+from streamoff.payload.resolve import Only, names_of, pull, resolve_with
+from streamoff.payload.snapshot import snapshot_of
 from streamoff.runtime.endpoint import BaseEndpoint, Transport
 from streamoff.runtime.jobs import Job
 from streamoff.runtime.messages import Parcel, Subscription
@@ -26,12 +33,8 @@ from streamoff.types import (
     Address,
     Budgets,
     Capability,
-    Outcome,
-    OutcomeStatus,
     Ref,
     Slot,
-    SlotVerdict,
-    Verdict,
 )
 from streamoff.wire.frames import Cancel
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits, clip
@@ -75,6 +78,11 @@ class Message:
         """Whether the sender asked this endpoint to keep the refs; the mark ends here."""
         return self._parcel.pass_through
 
+    @property
+    def nonfinite(self) -> frozenset[str]:
+        """Names of tensors that hold a NaN or an infinity, as far as a landing has looked."""
+        return frozenset().union(*(batch.nonfinite for batch in self._batches))
+
     async def decode(
         self, context: DecodeContext | None = None, *, only: Only | None = None
     ) -> Any:
@@ -98,19 +106,19 @@ class Message:
     def decline(self, reason: str) -> None:
         """Say that nobody here will pull its tensors: the sender's slots fail at once, with the reason.
 
-        Refs that were pulled already are left alone. Does not block.
+        Refs that were pulled, or passed on, already are left alone. Does not block.
         """
         for batch in self._batches:
             if not batch.consumed:
                 batch.consumed = f"declined: {reason}"
-                self._endpoint.decline(batch.ref, reason)
+                batch.decline(reason)
 
 
 class Messages:
     """Messages of one topic, in order; an async iterator that can be left at any point.
 
-    A message that cannot be decoded is logged, its tensors stay unclaimed until the sender's budgets end
-    them, and the iteration goes on. ``close()`` ends the subscription.
+    A message that cannot be decoded is logged and its tensors are declined, as far as its refs can be read;
+    the iteration goes on. ``close()`` ends the subscription.
     """
 
     def __init__(self, endpoint: Endpoint, subscription: Subscription) -> None:
@@ -144,77 +152,6 @@ class Messages:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Delivery:
-    """A message on its way to its receivers, and what became of it.
-
-    With tensors it is a transaction: it is settled when every receiver has, or will not have, all of them.
-    Without, it is settled when every target has acknowledged or refused the message.
-    """
-
-    def __init__(self, targets: Sequence[Address], transaction: Transaction | None) -> None:
-        self.targets = tuple(targets)
-        self.transaction = transaction
-        self._answers: dict[Address, StreamoffError | None] = {}
-        self._answered = anyio.Event()
-        self._acquire = 0.0
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The verdict, or None while it is open."""
-        if self.transaction is not None:
-            return self.transaction.outcome
-        return self._told() if len(self._answers) == len(self.targets) else None
-
-    async def wait(self) -> Outcome:
-        """Wait for the verdict; bounded by the budgets.
-
-        Raises:
-            TransferTimeoutError: A message without tensors was not acknowledged within ``acquire``.
-
-        Cancellation: leaves the delivery as it is.
-        """
-        if self.transaction is not None:
-            return await self.transaction.wait()
-        with anyio.move_on_after(self._acquire):
-            await self._answered.wait()
-            return self._told()
-        missing = [target for target in self.targets if target not in self._answers]
-        raise TransferTimeoutError(
-            "a message was not acknowledged",
-            expected=f"within {self._acquire:g} s",
-            got=f"nothing from {', '.join(missing)}",
-        )
-
-    def cancel(self, reason: str = "") -> None:
-        """End it: whoever has not got the tensors will not; no-op when it has settled."""
-        if self.transaction is not None:
-            self.transaction.cancel(reason)
-
-    def _answer(self, slot: int, target: Address, error: StreamoffError | None) -> None:
-        self._answers[target] = error
-        if self.transaction is not None and error is not None:
-            self.transaction.decline(slot, f"{error.what}: {error.got}")
-        if len(self._answers) == len(self.targets):
-            self._answered.set()
-
-    def _told(self) -> Outcome:
-        failed = [error for error in self._answers.values() if error is not None]
-        return Outcome(
-            OutcomeStatus.FAILED if failed else OutcomeStatus.COMPLETED,
-            "receiver_failed" if failed else "all_receivers_succeeded",
-            {
-                target: {
-                    "message": SlotVerdict(
-                        Verdict.SUCCEEDED if error is None else Verdict.FAILED,
-                        "" if error is None else str(error),
-                    )
-                }
-                for target, error in self._answers.items()
-            },
-            settled_at=anyio.current_time(),
-        )
 
 
 class Endpoint(BaseEndpoint):
@@ -270,11 +207,13 @@ class Endpoint(BaseEndpoint):
         min_receivers: int | None = None,
         budgets: Budgets | None = None,
         on_settled: tuple[OutcomeCallback, ...] = (),
+        snapshot: Job | None = None,
     ) -> Delivery:
         """Send a tree; its tensors stay here until they are pulled.
 
-        Tensors and arrays are borrowed until the delivery settles: they must not change. Each target's copy
-        carries a ticket of its own.
+        Tensors and arrays are borrowed until the delivery settles: they must not change, unless there is a
+        ``snapshot``. Each target's copy carries a ticket of its own. A kept ref is passed on as it is, to one
+        target: from then on that is its consumer, unless the message is refused.
 
         Args:
             to: Who gets the message: an address or several, distinct.
@@ -285,42 +224,65 @@ class Endpoint(BaseEndpoint):
             pass_through: Ask the next endpoint to keep the refs instead of ending them.
             min_receivers: For the quorum view of the outcome.
             budgets: The producer's side counts; by default the endpoint's.
-            on_settled: Called with the outcome of a message with tensors.
+            on_settled: Called with the outcome of a message with tensors of its own.
+            snapshot: Copy the tree's own tensors and arrays to files under this job's root first, charged to
+                its quota, and serve those: what is in memory may change as soon as this returns.
 
         Returns:
             The delivery; ``await delivery.wait()`` for its outcome.
 
         Raises:
             UnsupportedValueError, UnsupportedTensorError: Something that cannot travel. Nothing was sent.
-            SingleConsumerError: A kept ref that was already resolved. Nothing was sent.
-            UnreachableError: No way to a target. Nothing is left open.
+            SingleConsumerError: A kept ref that has a consumer, or that would get several. Nothing was sent.
+            UnreachableError: No way to a target. Nothing was sent, to nobody.
             UsageError: No target, one twice, or another number of receivers.
+            LimitError: Too deep, too large, or too many messages wait. Nothing was sent.
+            SourceChangedError, TransferError: The snapshot failed. Nothing was sent, nothing is left of it.
+            JobClosedError: The job of the snapshot, or of a lazy tensor, is closing. Nothing was sent.
 
-        Cancellation: a checkpoint before anything is sent.
+        Cancellation: nothing was sent, nothing is left of a snapshot.
         """
         await anyio.lowlevel.checkpoint()
         targets = [Address(one) for one in ([to] if isinstance(to, str) else to)]
         if not targets or len(set(targets)) != len(targets):
             raise UsageError("targets", expected="at least one, each once", got=targets)
         slots = _slots(targets, receivers, pass_through=pass_through)
+        self._check_reachable(targets)
         encoded = encode(tree, self.limits)
-        transaction = self._publish(encoded, slots, budgets, min_receivers, on_settled)
-        delivery = Delivery(targets, transaction)
-        delivery._acquire = (budgets or self.budgets).acquire  # noqa: SLF001 - made here
+        kept = [one.batch for one in encoded.kept]
+        try:
+            _check_one_target(kept, targets)
+            if snapshot is not None:
+                encoded = await snapshot_of(encoded, snapshot)
+                self._check_reachable(targets)
+                for batch in kept:
+                    batch.check_free(f"passed on to {targets[0]}")
+            transaction = self._publish(encoded, slots, budgets, min_receivers, on_settled)
+        except BaseException:
+            encoded.close()
+            raise
+        delivery = Delivery(
+            targets,
+            transaction,
+            mailbox=self.mailbox,
+            acquire=(budgets or self.budgets).acquire,
+            kept=kept,
+        )
         try:
             for slot, target in enumerate(targets):
                 body = join(_refs(encoded, transaction, slot), encoded.tree, self.limits)
-                self.mailbox.post(
-                    target,
-                    topic,
-                    body,
-                    pass_through=pass_through,
-                    on_answer=partial(delivery._answer, slot, target),  # noqa: SLF001
-                )
+                delivery.post(target, topic, body, pass_through=pass_through)
         except BaseException:
             delivery.cancel("not sent")
             raise
+        for batch in kept:
+            batch.consumed = f"passed on to {targets[0]}"
         return delivery
+
+    def _check_reachable(self, targets: Iterable[Address]) -> None:
+        for target in targets:
+            if not self.can_reach(target):
+                raise UnreachableError("no way to the receiver", peer=target)
 
     def _publish(
         self,
@@ -333,23 +295,16 @@ class Endpoint(BaseEndpoint):
         own = encoded.own
         if not own:
             return None
+        transaction = self.publish(
+            [one.source for one in own],
+            slots,
+            budgets=budgets,
+            min_receivers=min_receivers,
+            on_settled=on_settled,
+        )
         try:
-            transaction = self.publish(
-                [one.source for one in own],
-                slots,
-                budgets=budgets,
-                min_receivers=min_receivers,
-                on_settled=on_settled,
-            )
-        except BaseException:
-            for one in own:
-                one.source.close()
-            raise
-        try:
-            for one in own:
-                job = _job_of(self, one)
-                if job is not None:
-                    job.attach(transaction)
+            for job in {job for one in own if (job := _job_of(self, one)) is not None}:
+                job.attach(transaction)
         except BaseException:
             transaction.cancel("not sent")
             raise
@@ -370,11 +325,13 @@ class Endpoint(BaseEndpoint):
         """Decode a message; its tensors stay refs.
 
         Raises:
-            MalformedFrameError, LimitError: The body is not acceptable.
+            MalformedFrameError, LimitError: The body is not acceptable; what refs could be read are declined.
         """
-        tree, batches = unpack(parcel.body, self._dataclasses, self.limits)
+        body = Body(parcel.body, self._dataclasses, self.limits)
+        batches = tuple(body.read_refs())
         for batch in batches:
             batch.via = parcel.via
+            batch.tell = partial(self.decline, batch.ref)
             batch.vouched = may_follow(
                 batch.ref.source,
                 sender=parcel.sender,
@@ -382,7 +339,12 @@ class Endpoint(BaseEndpoint):
                 uplink=parcel.uplink,
                 peers=(parcel.via,),
             )
-        return Message(self, parcel, tree, batches)
+        try:
+            return Message(self, parcel, body.read_tree(), batches)
+        except StreamoffError as error:
+            for batch in batches:
+                batch.decline(f"the message was not understood: {error.what}")
+            raise
 
     def decline(self, ref: Ref, reason: str) -> None:
         """Tell the source of a ref that nobody here will pull it. Does not block."""
@@ -421,7 +383,7 @@ class Endpoint(BaseEndpoint):
         Cancellation: cancels the transfer at its source and removes what had landed.
         """
         puller, context = (context or DecodeContext()).settled(self)
-        names = None if only is None else frozenset(only)
+        names = None if only is None else names_of(only)
         return await pull(puller, ref, context, names=names)
 
 
@@ -450,19 +412,30 @@ def _slots(
     return [Slot(secrets.token_bytes(16), owner) for owner in owners]
 
 
+def _check_one_target(kept: Sequence[Batch], targets: Sequence[Address]) -> None:
+    if kept and len(targets) > 1:
+        raise SingleConsumerError(
+            "a kept ref goes to one target",
+            expected="one consumer",
+            got=", ".join(targets),
+            ref=kept[0].ref.id,
+            site=kept[0].ref.source,
+        )
+
+
 def _refs(encoded: Encoded, transaction: Transaction | None, slot: int) -> list[tuple[Ref, bool]]:
     own = iter(transaction.refs(slot) if transaction is not None else ())
     return [
-        (next(own), one.partial) if isinstance(one, Own) else (one.ref, one.partial)
+        (next(own), one.partial) if isinstance(one, Own) else (one.batch.ref, one.partial)
         for one in encoded.refs
     ]
 
 
 def _job_of(endpoint: BaseEndpoint, own: Own) -> Job | None:
     """The open job under whose root a lazy payload lies, if it is one of this endpoint's."""
-    if own.lazy is None:
+    path = own.path
+    if path is None:
         return None
-    path = own.lazy.reader.path
     return next(
         (job for job in endpoint.jobs if isinstance(job, Job) and path.is_relative_to(job.path)),
         None,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import anyio
 
-from streamoff.errors import PeerRefusedError, StreamoffError, UsageError
-from streamoff.payload.body import leaves, replaced
+from streamoff.errors import PeerRefusedError, SpecMismatchError, StreamoffError, UsageError
 from streamoff.payload.context import DecodeContext
 from streamoff.payload.leaves import Batch, LeafKind, TensorRef
+from streamoff.payload.tree import leaves, replaced
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.tensors.landing import MemoryLanding
+from streamoff.tensors.landing import Landing, MemoryLanding
+from streamoff.tensors.layout import Layout
 from streamoff.tensors.state import State
 from streamoff.types import Ref
 
-__all__ = ["Only", "pull", "resolve", "resolve_with", "whole_state"]
+__all__ = ["Only", "names_of", "pull", "resolve", "resolve_with", "whole_state"]
 
 Only = Collection[str] | Callable[[TensorRef], bool]
 """Which leaves to end: their names, or a question asked of each."""
@@ -38,10 +40,13 @@ async def resolve(tree: Any, context: DecodeContext, *, only: Only | None = None
 
     Raises:
         SingleConsumerError: A leaf has a consumer already. Nothing was pulled.
-        TransferError: The first failure; the other transfers were cancelled and nothing is left of them.
+        PeerRefusedError: A ref to a source that the sender of the message may not speak for. Nothing was pulled.
+        TransferError: The first failure. The other transfers were cancelled, nothing is left of them, and the
+            refs have ended: to try again, ask for the message again.
+        UnsupportedValueError: A set, or a dataclass of the tree, does not take what its refs became.
         UsageError: ``only`` names something that is not in the tree, or there is nobody to pull.
 
-    Cancellation: cancels every transfer at its source and removes what had landed.
+    Cancellation: cancels every transfer at its source and removes what had landed; the refs have ended.
     """
     return await resolve_with(tree, context, None, only)
 
@@ -54,35 +59,25 @@ async def resolve_with(
     if not wanted:
         return tree
     puller, context = context.settled(endpoint)
-    groups: dict[tuple[Batch, LeafKind], list[TensorRef]] = {}
+    groups: dict[Batch, list[TensorRef]] = {}
     for leaf in wanted:
-        groups.setdefault((leaf.batch, leaf.kind), []).append(leaf)
-    for (batch, _), found in groups.items():
-        if batch.consumed:
-            batch.consume(found, str(puller.address))
-    for (batch, _), found in groups.items():
-        batch.consume(found, str(puller.address))
-    states: dict[tuple[Batch, LeafKind], State] = {}
-    failures: list[StreamoffError] = []
-    async with anyio.create_task_group() as tasks:
-
-        async def one(key: tuple[Batch, LeafKind]) -> None:
-            try:
-                states[key] = await _pull_batch(puller, context, key, groups[key], only)
-            except StreamoffError as error:
-                failures.append(error)
-                tasks.cancel_scope.cancel()
-
-        for key in groups:
-            tasks.start_soon(one, key)
-    if failures:
+        groups.setdefault(leaf.batch, []).append(leaf)
+    _claim(groups, str(puller.address))
+    states: dict[Batch, State] = {}
+    try:
+        await _pull_all(puller, context, groups, states)
+        ends = {
+            leaf: _end(states[batch], leaf) for batch, found in groups.items() for leaf in found
+        }
+        return replaced(tree, ends)
+    except BaseException:
+        for batch in groups:
+            if batch not in states:
+                batch.decline("another transfer of the message failed")
         for state in states.values():
             state.release()
-        raise failures[0]
-    ends: dict[TensorRef, object] = {}
-    for key, found in groups.items():
-        ends |= {leaf: _end(states[key], leaf) for leaf in found}
-    return replaced(tree, ends)
+        states.clear()
+        raise
 
 
 def _wanted(tree: Any, only: Only | None) -> list[TensorRef]:
@@ -91,29 +86,68 @@ def _wanted(tree: Any, only: Only | None) -> list[TensorRef]:
         return found
     if callable(only):
         return [leaf for leaf in found if only(leaf)]
-    unknown = set(only) - {leaf.name for leaf in found}
+    names = names_of(only)
+    unknown = names - {leaf.name for leaf in found}
     if unknown:
         raise UsageError("no such tensors in the tree", got=sorted(unknown)[:8])
-    return [leaf for leaf in found if leaf.name in only]
+    return [leaf for leaf in found if leaf.name in names]
 
 
-async def _pull_batch(
-    endpoint: BaseEndpoint,
+def names_of(only: Iterable[str]) -> frozenset[str]:
+    """The names in ``only``; one name alone is a mistake, not its letters.
+
+    Raises:
+        UsageError: It is a string.
+    """
+    if isinstance(only, str):
+        raise UsageError("only", expected="a collection of names", got=only)
+    return frozenset(only)
+
+
+def _claim(groups: Mapping[Batch, list[TensorRef]], by: str) -> None:
+    """Take all batches for one consumer, or none."""
+    for batch, found in groups.items():
+        batch.check_free(by, found[0])
+        if not batch.vouched:
+            raise PeerRefusedError(
+                "the sender of the message may not speak for the source of its tensors",
+                got=f"a ref to {batch.ref.source} from {batch.via}",
+                ref=batch.ref.id,
+            )
+    for batch, found in groups.items():
+        batch.consume(found, by)
+
+
+async def _pull_all(
+    puller: BaseEndpoint,
     context: DecodeContext,
-    key: tuple[Batch, LeafKind],
-    found: list[TensorRef],
-    only: Only | None,
-) -> State:
-    batch, kind = key
-    if not batch.vouched:
-        raise PeerRefusedError(
-            "the sender of the message may not speak for the source of its tensors",
-            got=f"a ref to {batch.ref.source} from {batch.via}",
-            ref=batch.ref.id,
-        )
-    names = {leaf.name for leaf in found} if batch.partial or only is not None else None
-    to_disk = context.tensors == "disk" and kind is LeafKind.TENSOR
-    return await pull(endpoint, batch.ref, context, names=names, to_disk=to_disk)
+    groups: Mapping[Batch, list[TensorRef]],
+    states: dict[Batch, State],
+) -> None:
+    """Pull every batch at once; the first failure cancels the others and is raised alone."""
+    failures: list[StreamoffError] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def one(batch: Batch) -> None:
+            names = {leaf.name for leaf in groups[batch]}
+            whole = not batch.partial and names >= batch.names
+            try:
+                states[batch] = state = await pull(
+                    puller,
+                    batch.ref,
+                    context,
+                    names=None if whole else names,
+                    to_disk=context.tensors == "disk" and batch.kind is not LeafKind.NDARRAY,
+                )
+                batch.nonfinite = state.nonfinite
+            except StreamoffError as error:
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+        for batch in groups:
+            tasks.start_soon(one, batch)
+    if failures:
+        raise failures[0]
 
 
 async def pull(
@@ -130,43 +164,69 @@ async def pull(
     budgets = context.budgets or endpoint.budgets
     if job is not None and disk:
 
-        def landing(layout: Any) -> Any:
+        def landing(layout: Layout) -> Landing:
             return job.landing(
                 layout, names=names, check_finite=context.check_finite, durable=context.durable
             )
     else:
 
-        def landing(layout: Any) -> Any:  # noqa: ARG001 - memory needs no place
+        def landing(layout: Layout) -> Landing:  # noqa: ARG001 - memory needs no place
             return MemoryLanding(check_finite=context.check_finite)
 
     terms = Terms(
         landing=landing,
         names=names,
         budgets=budgets,
-        accept=context.accept,
+        accept=None if context.accept is None else _typed(context.accept),
         progress=context.progress,
     )
-    if job is not None:
-        return await job.download(ref, terms)
-    return await endpoint.run_transfer(endpoint.transfer(ref, terms))
+    try:
+        if job is not None:
+            return await job.download(ref, terms)
+        return await endpoint.run_transfer(endpoint.transfer(ref, terms))
+    except StreamoffError as error:
+        _let_go(error)
+        raise
+
+
+def _typed(accept: Callable[[Layout], Any]) -> Callable[[Layout], Any]:
+    """What a caller's check raises refuses the payload; it must not end the endpoint's own tasks."""
+
+    def checked(layout: Layout) -> Any:
+        try:
+            return accept(layout)
+        except StreamoffError:
+            raise
+        except Exception as error:
+            raise SpecMismatchError(f"the payload was not accepted ({error!r})") from error
+
+    return checked
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of a failed transfer: who keeps its error must not keep its tensors.
+
+    Causes are ours; what the caller was handling at the time, the context, is not.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _end(state: State, leaf: TensorRef) -> object:
-    if not isinstance(state, Mapping) or leaf.name not in state:
-        raise PeerRefusedError(
-            "the payload lacks a tensor that the message names",
-            site=leaf.ref.source,
-            ref=leaf.ref.id,
-            tensor=leaf.name,
-        )
-    end = state[leaf.name]
-    if leaf.kind is LeafKind.NDARRAY:
-        return end.numpy()
-    return end
+    assert isinstance(state, Mapping)
+    try:
+        end = state[leaf.name]
+        return end.numpy() if leaf.kind is LeafKind.NDARRAY else end
+    except KeyError:
+        what = "the payload lacks a tensor that the message names"
+    except TypeError:
+        what = "an ndarray of a dtype that NumPy does not have"
+    raise PeerRefusedError(what, site=leaf.ref.source, ref=leaf.ref.id, tensor=leaf.name)
 
 
 def whole_state(tree: Any) -> Batch | None:
-    """The one batch behind a flat state dict of refs, or None if the tree is anything else.
+    """The one batch behind a flat state dict of all its refs, or None if the tree is anything else.
 
     A workflow that gets such a dict pulls the ref and works on the payload as a whole.
     """
@@ -177,4 +237,7 @@ def whole_state(tree: Any) -> Batch | None:
         isinstance(leaf, TensorRef) and leaf.name == key and leaf.kind is LeafKind.TENSOR
         for key, leaf in tree.items()
     )
-    return batches.pop() if flat and len(batches) == 1 else None
+    if not flat or len(batches) != 1:
+        return None
+    batch = batches.pop()
+    return batch if tree.keys() >= batch.names else None
