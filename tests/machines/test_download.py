@@ -221,12 +221,20 @@ def test_a_plan_made_while_the_link_was_lost_is_kept() -> None:
     assert seat.record.missing == RangeSet((ByteRange(16, 100),))
 
 
+def test_a_second_plan_keeps_what_has_landed() -> None:
+    """However often a plan is made, ranges that are safe stay safe."""
+    seat = Seat(DownloadState.STREAMING)
+    seat.do(d.Planned(3.0, samples.WHOLE, RangeSet((samples.HEADER,))))
+    assert seat.record.missing == RangeSet((samples.REST,))
+
+
 def test_the_last_range_may_land_in_any_attempt() -> None:
     """What completes the payload while a retry is pending ends the retry."""
     for state in (DownloadState.OPENING, DownloadState.BACKOFF):
         seat = Seat(DownloadState.STREAMING)
         seat.until(B.stall if state is DownloadState.BACKOFF else B.stall + B.backoff[0])
         assert seat.land(30.0, 60, 100) == (d.Finalise(),)
+        assert (seat.record.retry_at, seat.record.give_up_at) == (None, None)
         assert d.next_tick(seat.record) is None
 
 
