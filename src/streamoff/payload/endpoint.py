@@ -337,7 +337,7 @@ class Endpoint(BaseEndpoint):
                 sender=parcel.sender,
                 me=self.address,
                 uplink=parcel.uplink,
-                peers=(parcel.via,),
+                peers=parcel.via,
             )
         try:
             return Message(self, parcel, body.read_tree(), batches)

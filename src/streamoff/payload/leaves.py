@@ -34,7 +34,7 @@ class Batch:
     Args:
         ref: What is pulled; its ticket is this receiver's.
         partial: Whether the payload has more tensors than the message uses.
-        via: The neighbour the message came from.
+        via: Whom the neighbour that the message came from may speak for.
         vouched: Whether that neighbour, or the sender, may name this source.
         consumed: Who has it, or what became of it; empty while nobody has asked.
         kind: What all its leaves become.
@@ -45,7 +45,7 @@ class Batch:
 
     ref: Ref
     partial: bool = False
-    via: Address | None = None
+    via: tuple[Address, ...] = ()
     vouched: bool = True
     consumed: str = ""
     kind: LeafKind | None = None

@@ -60,6 +60,8 @@ logger = logging.getLogger("streamoff.downloading")
 
 MIN_PULL_BYTES: Final = 64 * 1024
 """What is pulled at once on the slowest line; a line that does not bring it within ``stall`` is no line."""
+PROBE_SECONDS: Final = 1.0
+"""How often an endpoint behind a relay is asked for again while the relay cannot reach it."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
 
@@ -148,6 +150,8 @@ class Transfer:
         self._resources = resources
         self._wire = wire
         self._timer: Timer = timers.timer(self._tick)
+        self._probe: Timer = timers.timer(self._ask_again)
+        self._unreachable_since: float | None = None
         self._wake = anyio.Event()
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
@@ -212,6 +216,7 @@ class Transfer:
         finally:
             self._resources.active -= 1
             self._timer.cancel()
+            self._probe.cancel()
             self._log()
             self.closed.set()
 
@@ -233,6 +238,7 @@ class Transfer:
             self._step(m.LandingFailed(now, self._located(error)))
             return
         self._header_digest = frame.header_digest
+        self._unreachable_since = None
         header = ByteRange(0, frame.header_bytes)
         self._step(m.Accepted(now, frame.nonce, header, frame.capabilities))
 
@@ -288,6 +294,19 @@ class Transfer:
     def link_restored(self) -> None:
         """There is a way to the source again."""
         self._step(m.LinkRestored(anyio.current_time()))
+
+    def unreachable(self) -> None:
+        """Somebody on the way has no way on; nobody will tell when there is one, so ask again."""
+        now = anyio.current_time()
+        if self._unreachable_since is None:
+            self._unreachable_since = now
+        self.link_lost()
+        if now - self._unreachable_since < self.record.budgets.reconnect_grace:
+            self._probe.at(now + PROBE_SECONDS)
+
+    def _ask_again(self) -> None:
+        if self.record.state is DownloadState.BACKOFF:
+            self.link_restored()
 
     # --- the machine ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,6 +41,7 @@ from streamoff.runtime.publishing import (
     PublisherStatistics,
     Transaction,
 )
+from streamoff.runtime.relay import Relay, RelayStatistics
 from streamoff.runtime.resources import Resources
 from streamoff.runtime.timers import Timers
 from streamoff.tensors.sources import Source
@@ -67,7 +68,7 @@ from streamoff.wire.frames import (
 )
 from streamoff.wire.handshake import judge
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits
-from streamoff.wire.routes import choose, may_speak
+from streamoff.wire.routes import choose, forwarded, may_speak
 
 __all__ = [
     "HANDSHAKE_SECONDS",
@@ -90,8 +91,12 @@ REDIAL_SECONDS: Final = (0.05, 5.0)
 class Transport(Protocol):
     """How links are made."""
 
-    def listen(self, address: Address, accept: Listener) -> None:
-        """Accept links under an address from now on."""
+    def listen(self, address: Address, accept: Listener) -> Callable[[], Awaitable[None]] | None:
+        """Accept links under an address from now on.
+
+        Returns:
+            What must run for that until :meth:`unlisten`, or None.
+        """
         ...
 
     def unlisten(self, address: Address) -> None:
@@ -116,6 +121,7 @@ class EndpointStatistics:
     mailbox: MailboxStatistics
     notices: int
     timers: int
+    relay: RelayStatistics
     publisher: PublisherStatistics
 
 
@@ -208,13 +214,22 @@ class BaseEndpoint:
             serve=self._serve,
             resources=self.resources,
         )
+        self.relay = Relay(
+            address=self.address,
+            chunks=self.resources.pool.count,
+            timers=self.timers,
+            send=self._send,
+            serve=self._serve,
+        )
         self._own = anyio.CancelScope(shield=True)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._keep_time)
         try:
             for transport in self._transports:
-                transport.listen(self.address, self._accept)
+                serve = transport.listen(self.address, self._accept)
+                if serve is not None:
+                    self._tasks.start_soon(self._serve_transport, serve)
         except BaseException:
             self._unlisten()
             self._own.cancel()
@@ -281,6 +296,7 @@ class BaseEndpoint:
             mailbox=self.mailbox.statistics(),
             notices=len(self._notices),
             timers=len(self.timers),
+            relay=self.relay.statistics(),
             publisher=self.publisher.statistics(),
         )
 
@@ -346,6 +362,10 @@ class BaseEndpoint:
             except StreamoffError as error:
                 logger.debug("%s cannot reach %s again: %s", self.address, to, error.what)
 
+    async def _serve_transport(self, serve: Callable[[], Awaitable[None]]) -> None:
+        with self._until_closed():
+            await serve()
+
     def _accept(self, link: Link) -> None:
         self._tasks.start_soon(self._welcome, link)
 
@@ -383,7 +403,14 @@ class BaseEndpoint:
                 await link.send(mine, lambda: iter(()))
                 hello = _expect_hello(await link.receive())
             known = self._instances.get(hello.address)
-            accepted = judge(mine, hello, known, dialled=dialled)
+            accepted = judge(
+                mine,
+                hello,
+                known,
+                dialled=dialled,
+                certified=link.certified,
+                same_certificate=self._same_certificate(hello.address, link),
+            )
         except TimeoutError as error:
             await self._drop_link(link)
             raise HandshakeError(
@@ -401,6 +428,11 @@ class BaseEndpoint:
             timers=self.timers,
             dispatch=self._dispatch,
         )
+
+    def _same_certificate(self, peer: Address, link: Link) -> bool:
+        """Of two live instances of an address the newer wins only with the same certificate."""
+        former = self._links.get(peer)
+        return former is None or former.link.certified == link.certified
 
     @staticmethod
     async def _drop_link(link: Link) -> None:
@@ -439,6 +471,7 @@ class BaseEndpoint:
         """A link is lost, and what was under way on it; some of it may have another way."""
         cut_off = self._transfers_along(driver)
         del self._links[driver.peer]
+        self.relay.lost(lambda address: self._way(address) is None)
         for transfer in cut_off:
             transfer.link_lost()
             if self.can_reach(transfer.ref.source):
@@ -456,9 +489,9 @@ class BaseEndpoint:
             if transfer.ref.source == peer:
                 transfer.fail(SourceFailedError("the source restarted", site=peer))
 
-    def _way(self, to: Address) -> LinkDriver | None:
+    def _way(self, to: Address, came_from: Address | None = None) -> LinkDriver | None:
         uplink = self._uplink if self._uplink in self._links else None
-        via = choose(to, self._links, uplink, me=self.address)
+        via = choose(to, self._links, uplink, me=self.address, came_from=came_from)
         return None if via is None else self._links[via]
 
     def _send(self, frame: Routed) -> None:
@@ -490,8 +523,7 @@ class BaseEndpoint:
             self._drop(driver, error)
             return
         if frame.to != self.address:
-            inbound.release()
-            self._unreachable(driver, frame)
+            self._forward(driver, frame, inbound)
             return
         try:
             self._handle(driver, frame, inbound)
@@ -501,9 +533,18 @@ class BaseEndpoint:
             else:
                 logger.warning("%s ignores %s: %s", self.address, frame.sender, error)
 
+    def _forward(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:
+        """Send a frame of others on its way, or say that there is none."""
+        onward = forwarded(frame)
+        if onward is None or self._way(frame.to, came_from=driver.peer) is None:
+            inbound.release()
+            self._unreachable(driver, frame)
+        else:
+            self.relay.forward(onward, inbound)
+
     def _check_sender(self, driver: LinkDriver, frame: Routed) -> None:
-        peers = (driver.peer,)
-        if not may_speak(frame.sender, me=self.address, uplink=driver.uplink, peers=peers):
+        uplink, peers = driver.uplink, driver.peers
+        if not may_speak(frame.sender, me=self.address, uplink=uplink, peers=peers):
             raise UnexpectedMessageError(
                 "a link spoke for somebody else", expected=driver.peer, got=frame.sender
             )
@@ -552,7 +593,7 @@ class BaseEndpoint:
                     transfer.on_opened(frame)
             case Message():
                 instance = self._instances.get(frame.sender, b"")
-                self.mailbox.on_message(frame, instance, driver.peer, uplink=driver.uplink)
+                self.mailbox.on_message(frame, instance, driver.peers, uplink=driver.uplink)
             case Ack():
                 self._on_ack(frame)
             case Error():
@@ -584,7 +625,7 @@ class BaseEndpoint:
         if frame.of is FrameType.MESSAGE:
             self.mailbox.on_refused(frame.address, frame.about, f"{frame.address} is unreachable")
         elif transfer := self._transfer_of(frame.about, frame.address):
-            transfer.link_lost()
+            transfer.unreachable()
 
     def _transfer_of(self, stream: int, source: Address) -> Transfer | None:
         """The transfer of a stream, if it is the source who speaks."""

@@ -94,6 +94,11 @@ class Link(Protocol):
         """Whether :meth:`receive` waits for this end (a buffer, a disk) and not for the peer."""
         ...
 
+    @property
+    def certified(self) -> tuple[Address, ...] | None:
+        """Addresses of the peer's certificate; None on a link without certificates."""
+        ...
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item; between its pieces, send what ``urgent()`` yields.
 
@@ -164,6 +169,11 @@ class LinkDriver:
     def peer(self) -> Address:
         """Who is at the other end."""
         return self.theirs.address
+
+    @property
+    def peers(self) -> tuple[Address, ...]:
+        """Whom the other end may speak for, with what lies below: its certificate's word, or its own."""
+        return (self.peer,) if self.link.certified is None else self.link.certified
 
     @property
     def backlog(self) -> int:

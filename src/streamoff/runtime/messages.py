@@ -72,7 +72,7 @@ class Parcel:
         id: The sender's number.
         pass_through: Whether refs are to be kept here.
         body: The encoded tree.
-        via: The neighbour it came from.
+        via: Whom the neighbour it came from may speak for.
         uplink: Whether that neighbour is the uplink.
     """
 
@@ -81,7 +81,7 @@ class Parcel:
     id: int
     pass_through: bool
     body: Views
-    via: Address
+    via: tuple[Address, ...]
     uplink: bool
 
 
@@ -217,7 +217,9 @@ class Mailbox:
         if self._subscriptions.get(subscription.topic) is subscription:
             del self._subscriptions[subscription.topic]
 
-    def on_message(self, frame: Message, instance: bytes, via: Address, *, uplink: bool) -> None:
+    def on_message(
+        self, frame: Message, instance: bytes, via: tuple[Address, ...], *, uplink: bool
+    ) -> None:
         """A message came; ``instance`` is the sender's life, as far as it is known."""
         key = (frame.sender, instance, frame.id)
         if key not in self._seen:

@@ -217,6 +217,11 @@ class MemoryLink:
         """Whether a chunk is being fetched for this end. See :class:`streamoff.runtime.link.Link`."""
         return self._into.rendering
 
+    @property
+    def certified(self) -> None:
+        """There are no certificates within one event loop."""
+        return
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item. See :class:`streamoff.runtime.link.Link`."""
         await self._out.send(item, urgent)
