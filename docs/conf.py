@@ -24,6 +24,7 @@ html_theme = "furo"
 html_title = "streamoff"
 html_static_path = ["_static"]
 html_css_files = ["streamoff.css"]
+html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
 

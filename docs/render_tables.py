@@ -149,26 +149,68 @@ SUBJECTS: dict[str, Subject] = {
 
 # --- diagram --------------------------------------------------------------------------------------
 
+Move = tuple[Enum, Enum]
+CROWDED = 12
+"""Moves that one picture shows; more are shown as two: the way, and its ends."""
+
 
 def diagram(subject: Subject) -> str:
-    """A state diagram: every move to another state, with the events that cause it."""
+    """Every move to another state, with the events that cause it."""
     machine = _machine(subject)
-    moves: dict[tuple[Enum, Enum], list[str]] = {}
+    moves: dict[Move, list[str]] = {}
     for state in _states(machine):
         for kind in machine.events:
             cell = machine.cell(state, kind)
             if isinstance(cell, Go) and cell.target is not state:
                 moves.setdefault((state, cell.target), []).append(kind.__name__)
-    lines = ["```mermaid", "stateDiagram-v2", "    direction TB"]
-    lines += [f'    state "{state.value}" as {state.name}' for state in _states(machine)]
-    lines.append(f"    [*] --> {machine.initial.name}")
+    if len(moves) <= CROWDED:
+        return _picture(machine, moves)
+    way = {move: names for move, names in moves.items() if move[1] not in machine.final}
+    ends = {move: names for move, names in moves.items() if move[1] in machine.final}
+    return f"{_picture(machine, way)}\n\nAnd how it ends:\n\n{_endings(ends)}"
+
+
+def _picture(machine: AnyMachine, moves: Mapping[Move, list[str]]) -> str:
+    states = dict.fromkeys(state for move in moves for state in move)
+    return _mermaid(
+        "TB",
+        *(f'state "{state.value}" as {state.name}' for state in states),
+        f"[*] --> {machine.initial.name}",
+        *(f"{source.name} --> {to.name}: {_label(names)}" for (source, to), names in moves.items()),
+        *(f"{state.name} --> [*]" for state in states if state in machine.final),
+    )
+
+
+def _endings(moves: Mapping[Move, list[str]]) -> str:
+    """One box for all states that reach an end by the same events."""
+    boxes: dict[tuple[Enum, str], list[str]] = {}
     for (source, target), names in moves.items():
-        lines.append(f"    {source.name} --> {target.name}: {'<br/>'.join(names)}")
-    lines += [f"    {state.name} --> [*]" for state in _states(machine) if state in machine.final]
-    return "\n".join([*lines, "```"])
+        boxes.setdefault((target, _label(names)), []).append(str(source.value))
+    lines = []
+    for number, ((target, label), sources) in enumerate(boxes.items()):
+        lines.append(f'state "{", ".join(sources)}" as FROM_{number}')
+        lines.append(f'state "{target.value}" as {target.name}')
+        lines.append(f"FROM_{number} --> {target.name}: {label}")
+    return _mermaid("LR", *dict.fromkeys(lines))
+
+
+def _label(names: list[str]) -> str:
+    return "<br/>".join(names)
+
+
+def _mermaid(direction: str, *lines: str) -> str:
+    indented = [f"    {line}" for line in (f"direction {direction}", *lines)]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *indented, "```"])
 
 
 # --- cells ----------------------------------------------------------------------------------------
+
+
+NARROW = "\N{NO-BREAK SPACE}"
+LEGEND = (
+    "*→ state*: it moves there. *stays*: it acts or counts, and stays. *(n)*: nothing happens, for the reason below. "
+    "*peer*: nonsense from the other side, refused. *no*: cannot happen; a defect of ours if it does."
+)
 
 
 def cells(subject: Subject) -> str:
@@ -185,19 +227,19 @@ def cells(subject: Subject) -> str:
         for index, kind in enumerate(machine.events)
     ]
     legend = [f"{number}. {why}" for why, number in reasons.items()]
-    return "\n".join([*_table(["", *heads], rows), "", "Why nothing happens:", "", *legend])
+    return "\n".join([LEGEND, "", *_table(["", *heads], rows), "", "Nothing happens:", "", *legend])
 
 
 def _show(cell: object, state: Enum, reasons: dict[str, int]) -> str:
     match cell:
         case Go(target=target):
-            return "acts, stays" if target is state else f"→ **{target.value}**"
+            return "stays" if target is state else f"→{NARROW}**{target.value}**"
         case Ignore(why=why):
-            return f"nothing ({reasons.setdefault(why, len(reasons) + 1)})"
+            return f"({reasons.setdefault(why, len(reasons) + 1)})"
         case Refuse(blame=Blame.PEER):
-            return "*peer's mistake*"
+            return "*peer*"
         case _:
-            return "*our mistake*"
+            return "no"
 
 
 # --- events, effects, bounds ----------------------------------------------------------------------

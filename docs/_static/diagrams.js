@@ -8,7 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
   };
 
   const draw = async () => {
-    mermaid.initialize({ startOnLoad: false, theme: isDark() ? "dark" : "neutral", securityLevel: "strict" });
+    mermaid.initialize({ startOnLoad: false, theme: isDark() ? "dark" : "neutral", securityLevel: "strict", state: { useMaxWidth: false } });
     for (const { node, source } of figures) {
       node.removeAttribute("data-processed");
       node.textContent = source;
