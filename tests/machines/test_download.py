@@ -338,6 +338,27 @@ def test_holds_are_bounded_however_they_are_cut(seconds: float) -> None:
     assert seat.record.held <= B.hold * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("stall", [0.1, 0.7, 20.0])
+@pytest.mark.parametrize("start", [0.0, 1e6 + 1 / 3, 1e9 + 1 / 7])
+def test_a_receiver_that_holds_at_every_stall_gets_on(start: float, stall: float) -> None:
+    """Asking for all that is left whenever a stall is due spends the budget; it never asks for nothing."""
+    seat = Seat(budgets=Budgets(stall=stall, hold=60.1))
+    seat.do(d.Started(start))
+    seat.plan(start)
+    for _ in range(10_000):
+        due = d.next_tick(seat.record)
+        if due is None:
+            break
+        event = d.classify_tick(seat.record, due)
+        assert event is not None
+        left = seat.record.budgets.hold - seat.record.held
+        if isinstance(event, d.Stalled) and seat.record.state is DownloadState.STREAMING and left:
+            event = d.HoldAsked(due, min(left, stall))
+        seat.do(event)
+    assert seat.record.ended
+    assert seat.record.held == 60.1
+
+
 # --- deadline -------------------------------------------------------------------------------------
 
 

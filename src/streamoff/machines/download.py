@@ -444,13 +444,14 @@ def _finalise(record: Download, event: LandedAll) -> Step:
 
 def _hold(record: Download, event: HoldAsked) -> Step:
     """A hold costs what it moves the clock, so that no number of small ones outlasts the budget."""
-    last = record.progressed + record.budgets.hold - record.held
-    moved = max(record.progressed, min(event.now + event.seconds, last))
+    left = record.budgets.hold - record.held
+    asked = max(0.0, event.now + event.seconds - record.progressed)
+    progressed = record.progressed + min(asked, left)
     record = replace(
         record,
-        since=max(record.since, moved),
-        progressed=moved,
-        held=record.held + moved - record.progressed,
+        since=max(record.since, progressed),
+        progressed=progressed,
+        held=record.budgets.hold if asked >= left else record.held + asked,  # spent to the last bit
     )
     return record, (SendHold(event.seconds),)
 
