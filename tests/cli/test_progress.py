@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from streamoff.cli.progress import SLOTS, Bars, Lines, watching
+from streamoff.cli.progress import SLOTS, STOPPING, Bars, Lines, Nothing, watching
 from streamoff.sim.config import SimulationConfig
 from streamoff.sim.observer import Observer, Silent
 from streamoff.sim.report import RoundRow
@@ -126,19 +126,22 @@ def test_elsewhere_there_is_a_line_per_round(
         observer.round_started(1, 3)
         observer.transfer("site-1", 1, 2)
         observer.round_ended(a_row(1, failed={"site-3": "lost"}))
+        observer.stopping()
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
         "round 1/2: site-3 failed: lost",
         "round 1/2: 2 accepted, 1 failed, 3.0 MiB landed, 1.2 s, accuracy 0.9568",
+        STOPPING.rstrip(),
     ]
 
 
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With --quiet nothing is told while the simulation runs."""
     with watching(SimulationConfig(output=tmp_path / "model"), quiet=True) as observer:
-        assert isinstance(observer, Silent)
+        assert isinstance(observer, Nothing)
         observer.round_ended(a_row(1))
+        observer.stopping()
     assert capsys.readouterr() == ("", "")
 
 
@@ -152,7 +155,7 @@ def test_every_observer_is_one(tmp_path: Path) -> None:
 
 
 ON_A_TERMINAL = """
-    import sys
+    import os, sys
     from pathlib import Path
     from streamoff.cli.progress import watching
     from streamoff.sim.config import SimulationConfig
@@ -163,8 +166,11 @@ ON_A_TERMINAL = """
         observer.transfer("site-1", 1, 2)
         assert sys.stdout is out
         sys.stderr.write("a warning\\n")
-        if len(sys.argv) > 2:
+        if sys.argv[2:] == ["fail"]:
             raise KeyError
+        if sys.argv[2:] == ["stop"]:
+            observer.stopping()
+            os._exit(3)
     print("rich" in sys.modules)
 """
 
@@ -208,6 +214,14 @@ def test_the_terminal_is_restored_when_the_job_fails(tmp_path: Path) -> None:
     assert code == 1
     assert "KeyError" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_the_terminal_is_in_order_when_the_job_is_being_stopped(tmp_path: Path) -> None:
+    """From the first signal on the bars are gone: a second one may end the process at once."""
+    shown, code = on_a_terminal(tmp_path / "model", "stop")
+    assert code == 3
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert shown.endswith(STOPPING.replace("\n", "\r\n"))
 
 
 def test_a_log_file_keeps_its_lines(tmp_path: Path) -> None:

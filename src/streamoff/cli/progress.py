@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from streamoff.sim.config import SimulationConfig
 from streamoff.sim.observer import Observer, Silent
@@ -20,7 +20,7 @@ from streamoff.sim.sizes import format_size
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Bars", "Lines", "watching"]
+__all__ = ["Bars", "Display", "Lines", "Nothing", "watching"]
 
 REFRESHES: Final = 2
 """A second. A refresh of sixteen bars takes 10 ms of the interpreter."""
@@ -30,15 +30,26 @@ BAR_WIDTH: Final = 32
 LABEL_WIDTH: Final = 10
 
 
+STOPPING: Final = "streamoff simulate: stopping; a second signal leaves at once\n"
+
+
+class Display(Observer, Protocol):
+    """An observer of a run that signals may stop."""
+
+    def stopping(self) -> None:
+        """A signal came: leave the terminal in order, and say what happens next."""
+        ...
+
+
 @contextmanager
-def watching(config: SimulationConfig, *, quiet: bool) -> Iterator[Observer]:
+def watching(config: SimulationConfig, *, quiet: bool) -> Iterator[Display]:
     """Choose how a simulation is shown, and show it during the block.
 
     Yields:
         An observer for the engine.
     """
     if quiet:
-        yield Silent()
+        yield Nothing()
     elif sys.stdout.isatty() and find_spec("rich") is not None:
         with _live(config) as bars:
             yield bars
@@ -53,14 +64,16 @@ def _live(config: SimulationConfig) -> Iterator[Bars]:
 
     console = Console(file=sys.stdout)
     bars = Bars(config.rounds, console)
-    with Live(
+    live = Live(
         bars,
         console=console,
         refresh_per_second=REFRESHES,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=sys.stderr.isatty(),  # else a log file would lose its lines to the screen
-    ):
+    )
+    bars.hide = live.stop
+    with live:
         yield bars
 
 
@@ -74,6 +87,13 @@ def round_line(row: RoundRow, rounds: int) -> str:
         *(f"{name} {value:.4g}" for name, value in row.metrics.items()),
     ]
     return f"round {row.round}/{rounds}: " + ", ".join(facts)
+
+
+class Nothing(Silent):
+    """A display that shows nothing."""
+
+    def stopping(self) -> None:
+        """Do nothing."""
 
 
 class Lines(Silent):
@@ -92,6 +112,10 @@ class Lines(Silent):
             sys.stderr.write(f"round {row.round}/{self._rounds}: {site} failed: {reason}\n")
         sys.stderr.write(round_line(row, self._rounds) + "\n")
 
+    def stopping(self) -> None:
+        """Say so."""
+        sys.stderr.write(STOPPING)
+
 
 class Bars:
     """An observer that keeps what the bars show; rich asks for them from its own thread.
@@ -100,6 +124,9 @@ class Bars:
         rounds: How many rounds there will be.
         console: Where lines of ended rounds go, above the bars.
     """
+
+    hide: Callable[[], object]
+    """Takes the bars off the screen; set by whoever puts them there."""
 
     def __init__(self, rounds: int, console: Console) -> None:
         self._rounds = rounds
@@ -143,6 +170,11 @@ class Bars:
 
     def finished(self, report: SimulationReport) -> None:
         """Do nothing: the report is printed when the bars are gone."""
+
+    def stopping(self) -> None:
+        """Take the bars away, so that the cursor is back whatever happens next, and say so."""
+        self.hide()
+        sys.stderr.write(STOPPING)
 
     def _is_done(self, site: str) -> bool:
         landed, total = self._landed[site]

@@ -4,7 +4,6 @@ import argparse
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 
 from streamoff.cli.exits import ExitCode
@@ -45,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     with terminable():
         from streamoff.sim.engine import simulate  # loads torch: wrong arguments are told before
 
-        with watching(config, quiet=args.quiet) as observer:
+        with watching(config, quiet=args.quiet) as display:
             report = supervised(
-                functools.partial(simulate, config, observer),
+                functools.partial(simulate, config, display),
                 backend=config.backend,
-                stopping=functools.partial(_say_stopping, quiet=args.quiet),
+                stopping=display.stopping,
             )
         if args.json is not None:
             _write_json(args.json, report)
@@ -77,8 +76,3 @@ def _write_json(path: Path, report: SimulationReport) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _say_stopping(*, quiet: bool) -> None:
-    if not quiet:
-        sys.stderr.write("streamoff simulate: stopping; a second signal leaves at once\n")

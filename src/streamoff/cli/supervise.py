@@ -1,10 +1,11 @@
 """Running a job under signals."""
 
+import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Generic, NoReturn, TypeVar
+from typing import Final, Generic, NoReturn, TypeVar
 
 import anyio
 from anyio.abc import TaskStatus
@@ -14,6 +15,8 @@ from streamoff.cli.exits import StoppedError
 __all__ = ["supervised", "terminable"]
 
 T = TypeVar("T")
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -36,17 +39,23 @@ def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
     raise StoppedError(signum)
 
 
+def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
+    """End the process without another look at anything that may hang."""
+    os._exit(128 + signum)
+
+
 def supervised(
     job: Callable[[], Awaitable[T]], *, backend: str, stopping: Callable[[], object]
 ) -> T:
     """Run a job in an event loop of its own; the first SIGINT or SIGTERM cancels it.
 
-    A second signal acts as if nobody listened: it ends the process, or the loop, where it stands.
+    A second signal ends the process at once, with the same exit code, in the middle of a cleanup that
+    takes too long; the next job to start in the same place finds and removes what is left.
 
     Args:
         job: Cleans up when it is cancelled.
         backend: ``"asyncio"`` or ``"trio"``.
-        stopping: Called when the first signal came.
+        stopping: Called in the event loop when the first signal came; leaves the terminal in order.
 
     Returns:
         What the job returned, also if a signal came too late to stop it.
@@ -56,6 +65,7 @@ def supervised(
         Exception: What the job raised.
     """
     run = _Run(job, stopping)
+    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
     try:
         anyio.run(run.main, backend=backend)
     except BaseExceptionGroup as group:
@@ -63,6 +73,9 @@ def supervised(
             raise KeyboardInterrupt from group
         # Our own task group wraps what the job raised; a signal does not hide a failure.
         raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     if run.results:
         return run.results[0]
     assert run.signum is not None
@@ -87,12 +100,12 @@ class _Run(Generic[T]):
     async def _listen(
         self, scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with anyio.open_signal_receiver(*_SIGNALS) as signals:
             task_status.started()
             async for signum in signals:
                 self.signum = signum
                 break
-        # Nobody listens any more: a second SIGINT interrupts, and a second SIGTERM ends the process.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum in _SIGNALS:
+            signal.signal(signum, _leave)
         self._stopping()
         scope.cancel()
