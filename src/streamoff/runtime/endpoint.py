@@ -35,6 +35,7 @@ from streamoff.machines.notice import NoticeBook
 from streamoff.runtime.downloading import Terms, Transfer, Wire
 from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver, Listener
 from streamoff.runtime.messages import Mailbox, MailboxStatistics
+from streamoff.runtime.notices import Notifier
 from streamoff.runtime.publishing import (
     OutcomeCallback,
     Publisher,
@@ -221,6 +222,7 @@ class BaseEndpoint:
             send=self._send,
             serve=self._serve,
         )
+        self.notifier = Notifier(address=self.address, timers=self.timers, send=self._send)
         self._own = anyio.CancelScope(shield=True)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -608,6 +610,8 @@ class BaseEndpoint:
     def _on_ack(self, frame: Ack) -> None:
         if frame.of is AckOf.MESSAGE:
             self.mailbox.on_acked(frame.sender, frame.id)
+        elif frame.of is AckOf.NOTICE:
+            self.notifier.on_acked(frame.sender, frame.id)
         elif frame.of is AckOf.CONFIRM and (transfer := self._transfer_of(frame.id, frame.sender)):
             transfer.on_acked()
 
@@ -615,6 +619,8 @@ class BaseEndpoint:
         if frame.of is FrameType.MESSAGE:
             why = f"{frame.code.value}: {frame.detail}"
             self.mailbox.on_refused(frame.sender, frame.id, why)
+        elif frame.of is FrameType.NOTICE:
+            self.notifier.on_rejected(frame.sender, frame.id, frame.detail)
         elif transfer := self._transfer_of(frame.id, frame.sender):
             transfer.on_error(frame)
 
@@ -693,6 +699,29 @@ class BaseEndpoint:
             wire=self._wire,
             chunk=way.accepted.limits.chunk,
         )
+
+    async def notify_failure(
+        self, receivers: Iterable[str], source: str, refs: Iterable[str], reason: str
+    ) -> dict[Address, str]:
+        """Tell receivers that a source of mine, or below me, is dead; see :class:`Notifier`.
+
+        Downloads that pull from it end at once, and those that start within half an hour fail before their
+        first request.
+
+        Args:
+            receivers: Who might pull.
+            source: Address of the dead source: mine or below mine.
+            refs: Ids of the refs that are lost.
+            reason: Why, for the receivers' errors.
+
+        Returns:
+            Receiver to why it does not know; empty text if it does. Takes 10 s at most.
+
+        Raises:
+            UsageError: Not mine to declare dead. Nothing was sent.
+        """
+        targets = [Address(receiver) for receiver in receivers]
+        return await self.notifier.notify(targets, Address(source), refs, reason)
 
     async def start_job(self, supervise: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Start the supervisor of a job; it lives as long as it needs to.
