@@ -612,7 +612,7 @@ class BaseEndpoint:
             self.mailbox.on_acked(frame.sender, frame.id)
         elif frame.of is AckOf.NOTICE:
             self.notifier.on_acked(frame.sender, frame.id)
-        elif frame.of is AckOf.CONFIRM and (transfer := self._transfer_of(frame.id, frame.sender)):
+        elif transfer := self._transfer_of(frame.id, frame.sender):
             transfer.on_acked()
 
     def _on_error(self, frame: Error) -> None:
