@@ -22,7 +22,6 @@ uses only part of it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Final
@@ -255,11 +254,11 @@ class Body:
 
     def _set(self, path: Path) -> set[Any]:
         items: set[Any] = set()
-        same = _Hashes(self, path)
+        same: dict[int, int] = {}
         for index in range(self._count(path)):
             item = self._value((*path, index))
             try:
-                same.add(item)
+                self._count_hash(item, same, path)
                 known = len(items)
                 items.add(item)
             except TypeError as error:
@@ -273,14 +272,25 @@ class Body:
 
     def _dict(self, path: Path) -> object:
         result: dict[Any, object] = {}
-        same = _Hashes(self, path)
+        same: dict[int, int] = {}
         for _ in range(self._count(path, 2)):
             key = self._key(path)
-            same.add(key)
+            self._count_hash(key, same, path)
             if key in result:
                 raise self._bad("a key twice", path, got=step(key))
             result[key] = self._value((*path, key))
         return result
+
+    def _count_hash(self, item: Hashable, same: dict[int, int], path: Path) -> None:
+        """Refuse many items of one hash: a peer can choose that of all but text, and each looks at the others."""
+        if type(item) in PLAIN:
+            return
+        found = hash(item)
+        same[found] = same.get(found, 0) + 1
+        if same[found] > MAX_SAME_HASH:
+            raise self._bad(
+                "keys of one hash", path, expected=f"at most {MAX_SAME_HASH}", got="more"
+            )
 
     def _key(self, path: Path) -> Any:
         token = self._token(path)
@@ -352,27 +362,6 @@ class Body:
         Tag.NDARRAY: _ndarray,
         Tag.SCALAR: _scalar,
     }
-
-
-class _Hashes:
-    """Counts what a dict or set is given by hash: all but text has a hash that a peer can choose."""
-
-    __slots__ = ("_body", "_found", "_path")
-
-    def __init__(self, body: Body, path: Path) -> None:
-        self._body = body
-        self._path = path
-        self._found: Counter[int] = Counter()
-
-    def add(self, item: Hashable) -> None:
-        if type(item) in PLAIN:
-            return
-        found = hash(item)
-        self._found[found] += 1
-        if self._found[found] > MAX_SAME_HASH:
-            raise self._body._bad(  # noqa: SLF001 - a part of it
-                "keys of one hash", self._path, expected=f"at most {MAX_SAME_HASH}", got="more"
-            )
 
 
 def unpack(
