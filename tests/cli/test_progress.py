@@ -55,12 +55,13 @@ def test_bars_follow_a_round() -> None:
     assert rounds.split()[0] == "rounds"
     assert "0/5" in rounds
     screen.bars.round_started(1, 2)
+    assert screen.look()[1].endswith("0/2 sites  nothing has landed yet")
     screen.bars.transfer("site-2", 0, 4 * MIB)
     screen.bars.transfer("site-1", MIB, 4 * MIB)
     screen.bars.transfer("site-2", 4 * MIB, 4 * MIB)
     _, sites, second, first = screen.look()
     assert sites.startswith("round 1 ")
-    assert sites.endswith("1/2 sites  5.0 MiB of 8.0 MiB")
+    assert sites.endswith("1/2 sites  5.0 MiB of 8.0 MiB landed")
     assert second.startswith("  site-2 ")
     assert second.endswith("4.0 MiB of 4.0 MiB")
     assert first.endswith("1.0 MiB of 4.0 MiB")
@@ -113,7 +114,7 @@ def test_an_empty_payload_is_complete() -> None:
     screen = Screen()
     screen.bars.round_started(1, 1)
     screen.bars.transfer("site-1", 0, 0)
-    assert screen.look()[1].endswith("1/1 sites  0 B of 0 B")
+    assert screen.look()[1].endswith("1/1 sites  0 B of 0 B landed")
 
 
 def test_elsewhere_there_is_a_line_per_round(

@@ -16,6 +16,7 @@ from streamoff.errors import InvariantError, QuorumLostError, UsageError
 BACKENDS = ("asyncio", "trio")
 
 SCRIPT = """
+    import signal
     import sys
     import time
     import anyio
@@ -31,6 +32,8 @@ SCRIPT = """
                 {cleanup}
             print("clean", flush=True)
 
+    if sys.argv[2:] == ["nohup"]:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with terminable():
         try:
             supervised(job, backend=sys.argv[1], stopping=lambda: print("stopping", flush=True))
@@ -45,7 +48,7 @@ SCRIPT = """
 def started(backend: str, cleanup: str) -> Iterator["subprocess.Popen[str]"]:
     """Start a job that waits for ever, and go on when it does."""
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT).format(cleanup=cleanup), backend],
+        [sys.executable, "-c", textwrap.dedent(SCRIPT).format(cleanup=cleanup), *backend.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -60,7 +63,9 @@ def started(backend: str, cleanup: str) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=("SIGINT", "SIGTERM")
+    ("signum", "code"),
+    [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+    ids=("SIGHUP", "SIGINT", "SIGTERM"),
 )
 def test_a_signal_cancels_the_job_and_it_cleans_up(
     backend: str, signum: signal.Signals, code: int
@@ -75,7 +80,9 @@ def test_a_signal_cancels_the_job_and_it_cleans_up(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=("SIGINT", "SIGTERM")
+    ("signum", "code"),
+    [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)],
+    ids=("SIGHUP", "SIGINT", "SIGTERM"),
 )
 def test_a_second_signal_ends_a_cleanup_that_hangs(
     backend: str, signum: signal.Signals, code: int
@@ -92,15 +99,37 @@ def test_a_second_signal_ends_a_cleanup_that_hangs(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_under_nohup_survives_the_terminal(backend: str) -> None:
+    """Whoever ignores SIGHUP before the start, as nohup does, is not stopped by it."""
+    with started(f"{backend} nohup", "await anyio.sleep(0)") as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_terminal_that_is_gone_does_not_keep_the_job(backend: str) -> None:
+    """Saying that the job stops may fail; the job still stops and cleans up."""
+    with started(backend, "sys.stderr.write('cleaned')") as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        assert process.stderr.read().startswith("cleaned")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_result_comes_back(backend: str) -> None:
     """Without a signal the job's result is returned, and its signal handlers are gone."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    signals = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in signals]
 
     async def job() -> int:
         return 5
 
     assert supervised(job, backend=backend, stopping=lambda: None) == 5
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in signals] == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from streamoff.errors import UsageError
-from streamoff.sim.sizes import format_size, parse_size
+from streamoff.sim.sizes import format_number, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,20 @@ def test_a_difference_may_be_negative() -> None:
     assert format_size(-1536) == "-1.5 KiB"
     assert format_size(1023) == "1023 B"
     assert format_size(1024**2 - 1) == "1.0 MiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.98333, "0.9833"),
+        (4096.0, "4096"),
+        (0.0, "0"),
+        (1.49e-8, "1.49e-08"),
+        (-2.5, "-2.5000"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_a_metric_is_written_for_people(value: float, text: str) -> None:
+    """Whole numbers have no fraction, small ones an exponent, and what is no number is a word."""
+    assert format_number(value) == text

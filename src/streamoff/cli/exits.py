@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     """The job failed, or a file is not what it should be."""
     USAGE = 2
     """The arguments are wrong; nothing was started."""
+    HUNG_UP = 128 + signal.SIGHUP
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 

@@ -14,7 +14,7 @@ __all__ = ["build_parser"]
 
 _EXITS: Final = """\
 exit codes: 0 done; 1 the job failed; 2 the arguments are wrong and nothing was started;
-130 interrupted (SIGINT); 143 terminated (SIGTERM)
+129 hung up (SIGHUP); 130 interrupted (SIGINT); 143 terminated (SIGTERM)
 """
 
 
@@ -39,7 +39,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "simulate",
         help="run a recipe with many sites in one event loop",
         description="Run a recipe with many sites in one event loop and publish its model.",
-        epilog="A first SIGINT or SIGTERM stops the job and cleans up; a second one leaves at once.\n"
+        epilog="A first SIGINT, SIGTERM or SIGHUP stops the job and cleans up; a second one leaves at once.\n"
         + _EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from streamoff.sim.config import SimulationConfig
 from streamoff.sim.observer import Observer, Silent
 from streamoff.sim.report import RoundRow, SimulationReport
-from streamoff.sim.sizes import format_size
+from streamoff.sim.sizes import format_number, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -84,7 +84,7 @@ def round_line(row: RoundRow, rounds: int) -> str:
         *([f"{len(row.failed)} failed"] if row.failed else []),
         f"{format_size(row.bytes_landed)} landed",
         f"{row.seconds:.1f} s",
-        *(f"{name} {value:.4g}" for name, value in row.metrics.items()),
+        *(f"{name} {format_number(value)}" for name, value in row.metrics.items()),
     ]
     return f"round {row.round}/{rounds}: " + ", ".join(facts)
 
@@ -205,7 +205,9 @@ class Bars:
         # The event loop goes on meanwhile: take what there is once, the slots first.
         slots, landed = list(self._slots), dict(self._landed)
         done = sum(1 for have, size in landed.values() if have >= size)
-        amount = f"{format_size(_sum(landed, 0))} of {format_size(_sum(landed, 1))}"
+        amount = f"{format_size(_sum(landed, 0))} of {format_size(_sum(landed, 1))} landed"
+        if not landed:
+            amount = "nothing has landed yet"
         yield _Row(
             f"round {self._number}", done, self._sites, f"{done}/{self._sites} sites  {amount}"
         )

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final, Generic, NoReturn, TypeVar
 
@@ -16,7 +16,7 @@ __all__ = ["supervised", "terminable"]
 
 T = TypeVar("T")
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
 def supervised(
     job: Callable[[], Awaitable[T]], *, backend: str, stopping: Callable[[], object]
 ) -> T:
-    """Run a job in an event loop of its own; the first SIGINT or SIGTERM cancels it.
+    """Run a job in an event loop of its own; the first SIGINT, SIGTERM or SIGHUP cancels it.
 
     A second signal ends the process at once, with the same exit code, in the middle of a cleanup that
     takes too long; the next job to start in the same place finds and removes what is left.
@@ -65,7 +65,7 @@ def supervised(
         Exception: What the job raised.
     """
     run = _Run(job, stopping)
-    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in run.signals}
     try:
         anyio.run(run.main, backend=backend)
     except BaseExceptionGroup as group:
@@ -88,6 +88,12 @@ class _Run(Generic[T]):
     def __init__(self, job: Callable[[], Awaitable[T]], stopping: Callable[[], object]) -> None:
         self._job = job
         self._stopping = stopping
+        # nohup(1) ignores SIGHUP for us, and that is to stay so
+        self.signals = [
+            signum
+            for signum in _SIGNALS
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
+        ]
         self.results: list[T] = []
         self.signum: int | None = None
 
@@ -100,12 +106,13 @@ class _Run(Generic[T]):
     async def _listen(
         self, scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        with anyio.open_signal_receiver(*_SIGNALS) as signals:
+        with anyio.open_signal_receiver(*self.signals) as signals:
             task_status.started()
             async for signum in signals:
                 self.signum = signum
                 break
-        for signum in _SIGNALS:
-            signal.signal(signum, _leave)
-        self._stopping()
+        for listened in self.signals:
+            signal.signal(listened, _leave)
+        with suppress(OSError):  # the terminal may be what has gone
+            self._stopping()
         scope.cancel()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamoff.sim.sizes import format_size
+from streamoff.sim.sizes import format_number, format_size
 from streamoff.sim.tables import aligned
 
 __all__ = [
@@ -172,7 +172,10 @@ class SimulationReport:
                 str(len(row.accepted)),
                 str(len(row.failed)),
                 format_size(row.bytes_landed),
-                *(_number(row.metrics.get(name)) for name in names),
+                *(
+                    format_number(row.metrics[name]) if name in row.metrics else "-"
+                    for name in names
+                ),
             ]
             for row in self.rounds
         ]
@@ -210,7 +213,3 @@ class SimulationReport:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 else f"{value:.4f}"

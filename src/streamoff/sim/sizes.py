@@ -1,11 +1,11 @@
-"""Byte counts as people write and read them."""
+"""Byte counts and other numbers as people write and read them."""
 
 import re
 from typing import Final
 
 from streamoff.errors import UsageError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_number", "format_size", "parse_size"]
 
 _UNITS: Final = {
     "": 1,
@@ -63,3 +63,17 @@ def format_size(nbytes: int) -> str:
         if abs(value) < 1023.95:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
+
+
+def format_number(value: float) -> str:
+    """Write a metric: whole numbers without a fraction, small ones with an exponent.
+
+    Args:
+        value: Any float; NaN and infinity are written as words.
+
+    Returns:
+        For example ``"0.9833"``, ``"4096"``, ``"1.49e-08"``.
+    """
+    if value.is_integer():
+        return f"{value:.0f}"
+    return f"{value:.4g}" if abs(value) < 1e-3 else f"{value:.4f}"
