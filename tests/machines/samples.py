@@ -209,6 +209,7 @@ def notice(state: n.NoticeState) -> n.Notice:
 
 PARTICIPATION_EVENTS: tuple[p.ParticipationEvent, ...] = (
     p.Offered(7),
+    p.Forfeited("the training failed"),
     p.Counted(),
     p.Failed("disk full"),
     p.Closed("enough responses"),
@@ -219,12 +220,14 @@ def participation(state: p.ParticipationState) -> p.Participation:
     """One site in one round, brought to ``state``."""
     awaited = p.Participation("site-1")
     landing = run(p.PARTICIPATION, awaited, p.Offered(6))
+    closed = p.Closed("enough responses")
     states = {
         p.ParticipationState.AWAITED: awaited,
         p.ParticipationState.LANDING: landing,
+        p.ParticipationState.CUTTING: run(p.PARTICIPATION, landing, closed),
         p.ParticipationState.ACCEPTED: run(p.PARTICIPATION, landing, p.Counted()),
         p.ParticipationState.FAILED: run(p.PARTICIPATION, landing, p.Failed("disk full")),
-        p.ParticipationState.LATE: run(p.PARTICIPATION, awaited, p.Closed("enough responses")),
+        p.ParticipationState.LATE: run(p.PARTICIPATION, awaited, closed),
     }
     return states[state]
 

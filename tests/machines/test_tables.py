@@ -98,11 +98,12 @@ RemovalExpired  OURS          OURS          OURS           OURS           GONE/R
 """
 
 PARTICIPATION_GRID = """
-         AWAITED    LANDING    ACCEPTED    FAILED    LATE
-Offered  LANDING/P  LANDING/D  ACCEPTED/D  FAILED/D  LATE/D
-Counted  OURS       ACCEPTED   OURS        OURS      .
-Failed   FAILED     FAILED     FAILED      .         .
-Closed   LATE       LATE/CP    .           .         .
+           AWAITED    LANDING     CUTTING    ACCEPTED    FAILED    LATE
+Offered    LANDING/P  LANDING/D   CUTTING/D  ACCEPTED/D  FAILED/D  LATE/D
+Forfeited  FAILED     .           .          .           .         .
+Counted    OURS       ACCEPTED    ACCEPTED   OURS        OURS      OURS
+Failed     OURS       FAILED      LATE       FAILED      .         .
+Closed     LATE       CUTTING/CP  .          .           .         .
 """
 
 

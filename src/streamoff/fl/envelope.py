@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from streamoff.errors import ContributionRejectedError
 from streamoff.fl.aggregation.contribution import Kind
 from streamoff.fl.aggregation.weights import weight_of
 
-__all__ = ["MAX_METRICS", "ResultEnvelope", "TaskEnvelope", "result_topic", "task_topic"]
+__all__ = [
+    "MAX_METRICS",
+    "MAX_TEXT",
+    "ResultEnvelope",
+    "TaskEnvelope",
+    "result_topic",
+    "task_topic",
+]
 
-MAX_METRICS = 256
+MAX_METRICS: Final = 256
 """Metrics of one result."""
+MAX_TEXT: Final = 1024
+"""Characters of a job, a kind, a metric's name; of an error this many are kept."""
+MAX_ROUND: Final = 2**31
 
 
 def task_topic(job: str) -> str:
@@ -62,6 +72,7 @@ class TaskEnvelope:
             ContributionRejectedError: It is no task.
         """
         fields = _fields(tree, {"job": str, "round": int, "rounds": int, "kind": str}, site)
+        _check_range(fields["rounds"], "rounds", site)
         return cls(
             job=fields["job"],
             round=fields["round"],
@@ -115,7 +126,7 @@ class ResultEnvelope:
         """
         wanted = {"job": str, "round": int, "kind": str, "metrics": dict, "error": str}
         fields = _fields(tree, wanted, site)
-        error = fields["error"][:1024]
+        error = fields["error"][:MAX_TEXT]
         return cls(
             job=fields["job"],
             round=fields["round"],
@@ -138,7 +149,24 @@ def _fields(tree: object, wanted: Mapping[str, type], site: str) -> dict[str, An
                 got=type(tree.get(name)).__name__,
                 site=site,
             )
+    for name in ("job", "kind"):
+        if len(tree[name]) > MAX_TEXT:
+            raise ContributionRejectedError(
+                f"envelope field {name!r}",
+                expected=f"at most {MAX_TEXT} characters",
+                got=len(tree[name]),
+                site=site,
+            )
+    _check_range(tree["round"], "round", site)
     return tree
+
+
+def _check_range(number: int, name: str, site: str) -> None:
+    """Bound a number before it is ever shown: a peer's int may have more digits than Python prints."""
+    if not 0 <= number < MAX_ROUND:
+        raise ContributionRejectedError(
+            f"envelope field {name!r}", expected=f"0 to {MAX_ROUND - 1}", got="another", site=site
+        )
 
 
 def _kind(text: str, site: str) -> Kind:
@@ -158,13 +186,24 @@ def _metrics(values: dict[Any, Any], site: str) -> dict[str, float]:
         )
     metrics: dict[str, float] = {}
     for name, value in values.items():
+        if type(name) is not str or len(name) > MAX_TEXT:
+            raise ContributionRejectedError(
+                "a metric's name",
+                expected=f"at most {MAX_TEXT} characters",
+                got=type(name).__name__,
+                site=site,
+            )
         try:
             number = float(value) if type(value) in {int, float} else None
         except OverflowError:
             number = None
-        if type(name) is not str or number is None:
+        if number is None:
             raise ContributionRejectedError(
-                "a metric", expected="a name and a number", got=f"{name!r}: {value!r}", site=site
+                "a metric",
+                expected="a number that fits a float",
+                got=type(value).__name__,
+                site=site,
+                metric=name,
             )
         metrics[name] = number
     return metrics

@@ -5,11 +5,18 @@ from __future__ import annotations
 from streamoff.errors import InvariantError
 from streamoff.machines.download import Download, DownloadState
 from streamoff.machines.job_root import JobRoot, JobRootState
+from streamoff.machines.participation import Participation, ParticipationState
 from streamoff.machines.serving import Serving, ServingState
 from streamoff.machines.transaction import Transaction, TransactionState
 from streamoff.types import OutcomeStatus, Verdict
 
-__all__ = ["check_download", "check_job_root", "check_serving", "check_transaction"]
+__all__ = [
+    "check_download",
+    "check_job_root",
+    "check_participation",
+    "check_serving",
+    "check_transaction",
+]
 
 
 def _require(holds: bool, what: str, record: object, story: tuple[str, ...]) -> None:
@@ -99,3 +106,13 @@ def check_job_root(record: JobRoot, story: tuple[str, ...] = ()) -> None:
         record,
         story,
     )
+
+
+def check_participation(record: Participation, story: tuple[str, ...] = ()) -> None:
+    """One site in one round.
+
+    Raises:
+        InvariantError: A combination that cannot be.
+    """
+    out = {ParticipationState.CUTTING, ParticipationState.FAILED, ParticipationState.LATE}
+    _require((record.state in out) == bool(record.reason), "reason and state", record, story)

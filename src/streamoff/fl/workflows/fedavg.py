@@ -6,14 +6,14 @@ algorithm 1: the new model is the mean of the sites' models, weighted by their n
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, get_args
 
 from streamoff.errors import UsageError
 from streamoff.fl.aggregation.contribution import Kind
@@ -22,7 +22,8 @@ from streamoff.fl.aggregation.policies import Policies
 from streamoff.fl.exchange import ExchangeFormat
 from streamoff.fl.persistor import FilePersistor
 from streamoff.fl.workflows.rounds import Rounds, WorkflowObserver
-from streamoff.fl.workflows.server import RunSettings, ServerRun
+from streamoff.fl.workflows.server import ServerRun
+from streamoff.fl.workflows.settings import RunSettings
 from streamoff.runtime.jobs import Job
 from streamoff.tensors.state import State
 from streamoff.types import Address
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluate", "FedAvg"]
 
-logger = logging.getLogger("streamoff.fl")
-
 Evaluate = Callable[[State, Mapping[int, tuple[str, ...]]], Mapping[str, float]]
 """Judges a global model, given the sites that went into each round so far; runs in a worker thread."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FedAvg:
     """Federated averaging with sampling, quorum and cut-off.
 
@@ -51,15 +50,16 @@ class FedAvg:
             fails and the previous model stands.
         cut_off: Seconds that the remaining sites get once ``min_responses`` contributions are in; None:
             they are waited for until ``round_timeout``.
-        round_timeout: Seconds after which a round closes with what it has.
+        round_timeout: Seconds after which a round closes with what it has. What has landed then still counts.
         kind: Whether sites send models or differences.
         aggregation: ``columnar``, ``in_time``, or ``auto``: columnar where it fits.
         policies: What contributions must be like and how they are averaged.
         enable_tensor_disk_offload: Land contributions on disk under the job root instead of in memory.
         server_expected_format: ``numpy``: parameters travel as ndarrays and always land in memory;
             ``pytorch``: as tensors.
-        persistor: Publishes the final model; None: it ends with the job.
-        evaluate: Judges every new global model.
+        persistor: Publishes the final model when the iteration is finished, not when it is left before; None:
+            the model ends with the job.
+        evaluate: Judges every new global model; what it raises costs the round.
         observer: Watches.
         seed: Of the sampling.
 
@@ -67,7 +67,7 @@ class FedAvg:
         UsageError: A value of the wrong type or range; nothing was started.
     """
 
-    initial: Mapping[str, torch.Tensor] | State | Path
+    initial: Mapping[str, torch.Tensor] | State | Path = field(repr=False)
     rounds: int
     sample: int | float | None = None
     min_responses: int | None = None
@@ -87,11 +87,21 @@ class FedAvg:
         object.__setattr__(
             self, "server_expected_format", ExchangeFormat.of(self.server_expected_format)
         )
+        _check_choice("kind", self.kind, tuple(Kind))
         object.__setattr__(self, "kind", Kind(self.kind))
         _positive_int("rounds", self.rounds)
         if self.min_responses is not None:
             _positive_int("min_responses", self.min_responses)
         _check_sample(self.sample)
+        _check_choice("aggregation", self.aggregation, get_args(Requested))
+        for name, kind, value in (
+            ("policies", Policies, self.policies),
+            ("persistor", (FilePersistor, NoneType), self.persistor),
+            ("seed", int, self.seed),
+        ):
+            _check_type(name, kind, value)
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise UsageError("evaluate", expected="a function", got=self.evaluate)
         for name in ("cut_off", "round_timeout"):
             _check_seconds(name, getattr(self, name), optional=name == "cut_off")
         if type(self.enable_tensor_disk_offload) is not bool:
@@ -117,6 +127,8 @@ class FedAvg:
         Raises:
             UsageError: No sites, one twice, or fewer than ``min_responses``.
         """
+        if isinstance(sites, str):
+            raise UsageError("sites", expected="a collection of addresses", got=sites)
         names = tuple(Address(site) for site in sites)
         if not names or len(set(names)) != len(names):
             raise UsageError("sites", expected="at least one, each once", got=names)
@@ -172,6 +184,17 @@ def select_sites(
 def _positive_int(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise UsageError(name, expected="an int from 1", got=value)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(name, expected=" | ".join(choices), got=value)
+
+
+def _check_type(name: str, kind: type | tuple[type, ...], value: object) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise UsageError(name, expected=" or ".join(one.__name__ for one in kinds), got=value)
 
 
 def _check_sample(value: object) -> None:
