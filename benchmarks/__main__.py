@@ -1,0 +1,67 @@
+"""``python -m benchmarks SUITE [--quick] [--json FILE]``."""
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Protocol
+
+SUITES: Final = {"memory": "resident memory of a whole simulation, by engine, shapes and sites"}
+"""Name of a module of this package, with a function ``measure``, to what it measures."""
+
+
+class Report(Protocol):
+    """What a suite returns."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row was measured without a failure and every check that could be made holds."""
+        ...
+
+    def to_text(self) -> str:
+        """Return the report for people, without a trailing newline."""
+        ...
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON values."""
+        ...
+
+
+class Suite(Protocol):
+    """A module of this package."""
+
+    def measure(self, *, quick: bool) -> Report:
+        """Run the suite; ``quick`` makes everything smaller and proves less."""
+        ...
+
+
+def main() -> int:
+    """Run a suite and print its report.
+
+    Returns:
+        0, or 1 if a check or a measurement failed.
+    """
+    listing = "\n".join(f"  {name:10} {what}" for name, what in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure what streamoff costs on this machine.",
+        epilog=f"suites:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--quick", action="store_true", help="small sizes: minutes become seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
+    args = parser.parse_args()
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"no such directory: {args.json.absolute().parent}")
+    suite: Suite = import_module(f"benchmarks.{args.suite}")
+    report = suite.measure(quick=args.quick)
+    print(report.to_text())
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
