@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,11 +21,14 @@ from streamoff.payload.endpoint import Endpoint
 from streamoff.runtime.jobs import open_job
 from streamoff.runtime.publishing import PublisherStatistics
 from streamoff.runtime.threads import run_in_thread
+from streamoff.scratch.directory import RootDirectory, scratch_base
+from streamoff.scratch.janitor import JANITOR
+from streamoff.sim.catalogue import make_task
 from streamoff.sim.config import SimulationConfig
 from streamoff.sim.memory import MemorySampler, ScratchSampler, warm_torch
 from streamoff.sim.observer import Observer
 from streamoff.sim.report import ModelFile, RoundRow, SimulationReport, TransactionCounts
-from streamoff.sim.tasks import SiteTask, Task, make_task
+from streamoff.sim.tasks import SiteTask, Task
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address
 
@@ -59,26 +60,33 @@ async def simulate(config: SimulationConfig, observer: Observer) -> SimulationRe
     Cancellation: ends the job, removes its scratch and leaves the output as it was.
     """
     await run_in_thread(warm_torch)
-    base = Path(tempfile.gettempdir() if config.scratch is None else config.scratch)
-    workspace = Path(
-        await run_in_thread(partial(tempfile.mkdtemp, dir=base, prefix="streamoff-sim-"))
+    job = f"sim-{secrets.token_hex(6)}"
+    base = await run_in_thread(scratch_base, config.scratch)
+    root = await run_in_thread(
+        partial(RootDirectory.create, f"{job}-model", base, ram_backed="allow")
     )
     try:
-        return await _Simulation(config, observer, base, workspace).run()
+        workspace = await run_in_thread(root.new_transfer)
+        return await _Simulation(config, observer, job, base, workspace).run()
     finally:
         with anyio.CancelScope(shield=True):
-            await run_in_thread(partial(shutil.rmtree, workspace, ignore_errors=True))
+            await run_in_thread(_remove, root)
 
 
 class _Simulation:
     def __init__(
-        self, config: SimulationConfig, observer: Observer, base: Path, workspace: Path
+        self,
+        config: SimulationConfig,
+        observer: Observer,
+        job: str,
+        base: Path,
+        workspace: Path,
     ) -> None:
         self._config = config
         self._observer = observer
         self._base = base
         self._workspace = workspace
-        self._job = f"sim-{secrets.token_hex(6)}"
+        self._job = job
         self._sites = tuple(f"site-{number}" for number in range(1, config.sites + 1))
         self._network = MemoryNetwork()
         self._rows: list[RoundRow] = []
@@ -162,6 +170,12 @@ class _Simulation:
         )
         task_status.started()
         await executor.run()
+
+
+def _remove(root: RootDirectory) -> None:
+    gone = root.bury()
+    JANITOR.reclaim(gone)
+    JANITOR.wait(gone, FAREWELL_SECONDS)
 
 
 def _train(work: SiteTask, task: SiteWork) -> Result:

@@ -12,11 +12,10 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 
 from streamoff.fl.aggregation.contribution import Kind
-from streamoff.sim.config import SimulationConfig
 from streamoff.tensors.sources import Source
 from streamoff.tensors.state import State
 
-__all__ = ["GlobalState", "SiteTask", "Task", "TrainResult", "make_task", "tensors_of"]
+__all__ = ["GlobalState", "SiteTask", "Task", "TrainResult", "tensors_of"]
 
 GlobalState: TypeAlias = Mapping[str, torch.Tensor] | State
 """A global model as it landed: tensors in memory, or a state whose tensors are read when asked for."""
@@ -90,30 +89,3 @@ def tensors_of(state: GlobalState) -> Mapping[str, torch.Tensor]:
     if isinstance(state, State):
         return {name: state.tensor(name) for name in state.layout.by_name}
     return state
-
-
-def make_task(config: SimulationConfig, sites: Sequence[str], directory: Path) -> Task:
-    """Make the task of a simulation.
-
-    Args:
-        config: Which task, and its settings.
-        sites: Names of the sites.
-        directory: Where the task may keep files; the caller removes it.
-
-    Raises:
-        UsageError: The settings do not fit the task, or an extra is not installed.
-    """
-    if config.task == "digits":
-        from streamoff.sim.digits import Digits  # noqa: PLC0415  one task never loads the other's
-
-        return Digits(sites, seed=config.seed)
-    from streamoff.sim.checkpoint import Checkpoint  # noqa: PLC0415
-
-    return Checkpoint(
-        sites,
-        seed=config.seed,
-        directory=directory,
-        model=config.model,
-        nbytes=config.model_size,
-        shapes=config.site_tensors or "1",
-    )
