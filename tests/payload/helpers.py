@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgpack
 import numpy as np
 import torch
@@ -71,14 +72,13 @@ async def connected(
         Endpoint(name, transports=[net], dataclasses=CLASSES, limits=limits)
         for name in ("server", *names)
     ]
-    async with made[0] as server:
-        async with AsyncSites(made[1:]) as sites:
-            for site in sites:
-                await site.connect("server")
-            yield [server, *sites]
-            await anyio.sleep(1)  # the last acknowledgements
-            for endpoint in made:
-                assert_idle(endpoint)
+    async with made[0] as server, AsyncSites(made[1:]) as sites:
+        for site in sites:
+            await site.connect("server")
+        yield [server, *sites]
+        await anyio.sleep(1)  # the last acknowledgements
+        for endpoint in made:
+            assert_idle(endpoint)
 
 
 class AsyncSites:
@@ -92,9 +92,9 @@ class AsyncSites:
             await endpoint.__aenter__()
         return self._endpoints
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for endpoint in reversed(self._endpoints):
-            await endpoint.__aexit__(*error)
+            await endpoint.__aexit__(*error)  # type: ignore[arg-type]
 
 
 def assert_idle(endpoint: Endpoint) -> None:
@@ -102,6 +102,12 @@ def assert_idle(endpoint: Endpoint) -> None:
     found = endpoint.statistics()
     assert (found.publisher.open, found.publisher.streams) == (0, 0), found
     assert (found.downloads, found.mailbox.unacked) == (0, 0), found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until something is so; virtual time stands still meanwhile."""
+    while not condition():
+        await anyio.lowlevel.checkpoint()
 
 
 async def received(
@@ -123,7 +129,7 @@ async def exchanged(
         return arrived, await delivery.wait()
 
 
-def alike(left: Any, right: Any) -> bool:
+def alike(left: Any, right: Any) -> bool:  # noqa: PLR0911 - one return per type
     """Whether two trees agree in every type, key, order and bit; an OrderedDict counts as a dict."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and same(left, right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> LazyStateDict:
 
 
 def names_of(encoded: Encoded) -> list[list[str]]:
+    """The names in each payload."""
     return [sorted(one.source.layout.names) for one in encoded.own]
 
 
@@ -61,8 +63,8 @@ def array_through(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def test_one_state_dict_keeps_its_plain_keys() -> None:
     """The payload of a tree with one state dict is that state dict, wherever in the tree it is."""
-    tree = {"round": 1, "model": {"params": tensors_of(2), "n": 1}}
-    tree["model"]["params"]["a/b~c"] = torch.ones(1)  # type: ignore[index]
+    tree: Any = {"round": 1, "model": {"params": tensors_of(2), "n": 1}}
+    tree["model"]["params"]["a/b~c"] = torch.ones(1)
     assert names_of(encode(tree)) == [["a/b~c", "w0", "w1"]]
 
 
@@ -165,7 +167,9 @@ def test_arrays_of_any_memory(array: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(found, array)
 
 
-@pytest.mark.parametrize("dtype", "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8".split())
+@pytest.mark.parametrize(
+    "dtype", ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8"]
+)
 def test_arrays_of_any_dtype(dtype: str) -> None:
     """Every dtype that safetensors knows travels, bit for bit."""
     array = np.frombuffer(np.random.default_rng(1).bytes(64), np.uint8)
@@ -225,7 +229,7 @@ def test_a_failure_gives_everything_back(tmp_path: Path) -> None:
     """When the last payload of a tree is refused, the files and tensors of the others are let go."""
     lazies = written(tmp_path / "f.safetensors", {"x": torch.ones(3)})
     good = torch.ones(3)
-    gone = [weakref.ref(good), weakref.ref(lazies)]
+    gone: list[Callable[[], object]] = [weakref.ref(good), weakref.ref(lazies)]
     with pytest.raises(UnsupportedTensorError):
         encode([lazies["x"], {"good": good, "bad": torch.zeros(1, device="meta")}])
     del good, lazies
@@ -313,7 +317,6 @@ def test_released_files_are_refused_at_once(tmp_path: Path) -> None:
 def test_files_are_kept_until_they_are_served(tmp_path: Path) -> None:
     """Dropping the lazy tensors after they were sent does not free the file under the transaction."""
     lazies = written(tmp_path / "f.safetensors", dict(tensors_of(1)))
-    alive = weakref.ref(lazies["w0"])
     tensor = lazies["w0"]
     alive = weakref.ref(tensor)
     encoded = encode({"x": tensor})

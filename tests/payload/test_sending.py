@@ -51,8 +51,6 @@ from .test_body import KEYS, PLAIN
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-DISK = "disk"
-
 
 def concrete(tree: Any) -> Any:
     """Materialise the lazy tensors of a tree."""
@@ -66,6 +64,7 @@ def concrete(tree: Any) -> Any:
 
 
 def lazies_in(tree: Any) -> Iterator[LazyTensor]:
+    """The lazy tensors of a tree."""
     if isinstance(tree, LazyTensor):
         yield tree
     elif isinstance(tree, dict):
@@ -84,6 +83,7 @@ NAN_PAYLOADS = torch.tensor(
 
 
 def adam_state() -> dict[str, Any]:
+    """The state of an optimiser: 0-dim steps of two dtypes, low precision, plain groups."""
     return {
         "state": {
             0: {
@@ -154,20 +154,22 @@ async def test_trees_land_in_memory(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 async def test_trees_land_on_disk(name: str, tmp_path: Path) -> None:
     """On disk every tensor is lazy, every array is in memory, and the bits are the same."""
-    async with connected("site-1") as (server, site):
-        async with open_job("job", server, scratch=tmp_path) as job:
-            message, delivery = await received(site, server, CASES[name])
-            arrived = await message.decode(DecodeContext(tensors=DISK, job=job))
-            if name not in {
-                "no tensors",
-                "an array alone",
-                "empty arrays",
-                "dataclasses and tuples",
-            }:
-                assert list(lazies_in(arrived))
-            if name != "dataclasses and tuples":
-                assert alike(CASES[name], concrete(arrived))
-            await delivery.wait()
+    async with (
+        connected("site-1") as (server, site),
+        open_job("job", server, scratch=tmp_path) as job,
+    ):
+        message, delivery = await received(site, server, CASES[name])
+        arrived = await message.decode(DecodeContext(tensors="disk", job=job))
+        if name not in {
+            "no tensors",
+            "an array alone",
+            "empty arrays",
+            "dataclasses and tuples",
+        }:
+            assert list(lazies_in(arrived))
+        if name != "dataclasses and tuples":
+            assert alike(CASES[name], concrete(arrived))
+        await delivery.wait()
 
 
 async def test_sets_of_tensors() -> None:
@@ -211,45 +213,31 @@ KINDS = ("lazy", "concrete", "kept", "array", "source")
 @pytest.mark.parametrize("order", list(itertools.permutations(KINDS))[::11], ids="-".join)
 async def test_a_tree_of_everything_in_any_order(order: tuple[str, ...], tmp_path: Path) -> None:
     """Lazy, concrete, kept, computed tensors and arrays under the same names keep their own values."""
-    async with connected("site-1", "site-2") as (server, one, two):
-        async with open_job("job", server, scratch=tmp_path) as job:
-            first, _ = await received(
-                one, server, {"w": torch.full((3,), 1.0), "v": torch.zeros(1)}
-            )
-            lazy = await first.decode(DecodeContext(tensors=DISK, job=job))
-            held, source_delivery = await received(
-                one, server, {"w": torch.full((3,), 3.0)}, receivers=[None]
-            )
-            values = {
-                "lazy": {"w": lazy["w"]},
-                "concrete": {"w": torch.full((3,), 2.0)},
-                "kept": {"w": held.tree["w"]},
-                "array": {"w": np.full(3, 4, np.float32)},
-                "source": StateDictSource({"w": torch.full((3,), 5.0)}),
-            }
-            # site-2 has no way to site-1 but what the server hands on comes with the server's word
-            net_peer = two
-            message, delivery = await received(
-                server, net_peer, {kind: values[kind] for kind in order}
-            )
-            reachable = [kind for kind in order if kind != "kept"]
-            arrived = {
-                kind: await _resolve_only(net_peer, message.tree[kind]) for kind in reachable
-            }
-            for kind, value in zip(
-                ("lazy", "concrete", "array", "source"), (1, 2, 4, 5), strict=True
-            ):
-                assert float(arrived[kind]["w"].sum()) == 3 * value, kind
-            assert isinstance(arrived["array"]["w"], np.ndarray)
-            assert message.tree["kept"]["w"].ref == held.tree["w"].ref
-            assert (await delivery.wait()).status is OutcomeStatus.COMPLETED
-            source_delivery.cancel("seen")
-
-
-async def _resolve_only(endpoint: Endpoint, tree: Any) -> Any:
-    from streamoff.payload.resolve import resolve
-
-    return await resolve(tree, DecodeContext(endpoint=endpoint))
+    async with (
+        connected("site-1", "site-2") as (server, one, two),
+        open_job("job", server, scratch=tmp_path) as job,
+    ):
+        first, _ = await received(one, server, {"w": torch.full((3,), 1.0), "v": torch.zeros(1)})
+        lazy = await first.decode(DecodeContext(tensors="disk", job=job))
+        held, source_delivery = await received(
+            one, server, {"w": torch.full((3,), 3.0)}, receivers=[None]
+        )
+        values = {
+            "lazy": {"w": lazy["w"]},
+            "concrete": {"w": torch.full((3,), 2.0)},
+            "kept": {"w": held.tree["w"]},
+            "array": {"w": np.full(3, 4, np.float32)},
+            "source": StateDictSource({"w": torch.full((3,), 5.0)}),
+        }
+        message, delivery = await received(server, two, {kind: values[kind] for kind in order})
+        assert message.tree["kept"]["w"].ref == held.tree["w"].ref
+        arrived = await message.decode()
+        for number, kind in enumerate(("lazy", "concrete", "kept", "array", "source"), 1):
+            assert float(arrived[kind]["w"].sum()) == 3 * number, kind
+        assert list(arrived) == list(order)
+        assert isinstance(arrived["array"]["w"], np.ndarray)
+        assert (await delivery.wait()).status is OutcomeStatus.COMPLETED
+        assert (await source_delivery.wait()).status is OutcomeStatus.COMPLETED
 
 
 TENSORS = st.builds(
@@ -295,22 +283,24 @@ def test_any_tree(backend: Any) -> None:
 
 async def test_one_call_does_not_change_another(tmp_path: Path) -> None:
     """Where tensors land is the call's choice: side by side, one is decoded to disk and one to memory."""
-    async with connected("site-1") as (server, site):
-        async with open_job("job", server, scratch=tmp_path) as job:
-            found: dict[str, Any] = {}
-            one, first = await received(site, server, tensors_of(2))
-            two, second = await received(site, server, tensors_of(2))
+    async with (
+        connected("site-1") as (server, site),
+        open_job("job", server, scratch=tmp_path) as job,
+    ):
+        found: dict[str, Any] = {}
+        one, first = await received(site, server, tensors_of(2))
+        two, second = await received(site, server, tensors_of(2))
 
-            async def decode(name: str, message: Any, context: DecodeContext) -> None:
-                found[name] = await message.decode(context)
+        async def decode(name: str, message: Any, context: DecodeContext) -> None:
+            found[name] = await message.decode(context)
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(decode, "disk", one, DecodeContext(tensors=DISK, job=job))
-                tasks.start_soon(decode, "memory", two, DecodeContext())
-            assert all(isinstance(item, LazyTensor) for item in found["disk"].values())
-            assert all(isinstance(item, torch.Tensor) for item in found["memory"].values())
-            await first.wait()
-            await second.wait()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(decode, "disk", one, DecodeContext(tensors="disk", job=job))
+            tasks.start_soon(decode, "memory", two, DecodeContext())
+        assert all(isinstance(item, LazyTensor) for item in found["disk"].values())
+        assert all(isinstance(item, torch.Tensor) for item in found["memory"].values())
+        await first.wait()
+        await second.wait()
 
 
 async def test_no_job_is_memory_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,7 +309,7 @@ async def test_no_job_is_memory_with_one_warning(caplog: pytest.LogCaptureFixtur
         async with connected("site-1") as (server, site):
             for _ in range(3):
                 message, delivery = await received(site, server, tensors_of(1))
-                arrived = await message.decode(DecodeContext(tensors=DISK))
+                arrived = await message.decode(DecodeContext(tensors="disk"))
                 assert same(arrived["w0"], tensors_of(1)["w0"])
                 await delivery.wait()
     warnings = [record for record in caplog.records if "there is no open job" in record.message]
@@ -345,7 +335,7 @@ async def test_lazies_are_served_from_their_file_while_the_job_drains(tmp_path: 
 
 async def _landed(sender: Endpoint, receiver: Endpoint, job: Job, tree: Any) -> Any:
     message, delivery = await received(sender, receiver, tree)
-    arrived = await message.decode(DecodeContext(tensors=DISK, job=job))
+    arrived = await message.decode(DecodeContext(tensors="disk", job=job))
     await delivery.wait()
     return arrived
 
@@ -462,24 +452,25 @@ async def test_a_post_that_fails_for_the_second_target_takes_the_first_back() ->
 
 async def test_a_failed_send_gives_its_sources_back(tmp_path: Path) -> None:
     """Whatever a send fails on, the tensors, files and sources that it had borrowed are let go."""
-    async with connected("site-1") as (server, site):
-        async with open_job("job", server, scratch=tmp_path) as job:
-            lazy = await _landed(site, server, job, tensors_of(1))
-            for wrong in (
-                {"min_receivers": 2},
-                {"tree": {"bad": torch.zeros(1, device="meta")}},
-                {"receivers": ["site-1", "site-2"]},
-                {"topic": ""},
-            ):
-                tree = {"lazy": lazy, "own": torch.ones(2), **wrong.pop("tree", {})}  # type: ignore[dict-item]
-                how: Any = {"topic": TOPIC, **wrong}
-                with pytest.raises((UsageError, UnsupportedTensorError)):
-                    await server.send("site-1", how.pop("topic"), tree, **how)
-                assert_idle(server)
-            del lazy, tree
-            gc.collect()
-            await anyio.sleep(0.1)
-            assert job.ledger.used == 0
+    async with (
+        connected("site-1") as (server, site),
+        open_job("job", server, scratch=tmp_path) as job,
+    ):
+        lazy = await _landed(site, server, job, tensors_of(1))
+        tree = {"lazy": lazy, "own": torch.ones(2)}
+        with pytest.raises(UsageError):
+            await server.send("site-1", TOPIC, tree, min_receivers=2)
+        with pytest.raises(UsageError):
+            await server.send("site-1", TOPIC, tree, receivers=["site-1", "site-2"])
+        with pytest.raises(UsageError):
+            await server.send("site-1", "", tree)
+        with pytest.raises(UnsupportedTensorError):
+            await server.send("site-1", TOPIC, {**tree, "bad": torch.zeros(1, device="meta")})
+        assert_idle(server)
+        del lazy, tree
+        gc.collect()
+        await anyio.sleep(0.1)
+        assert job.ledger.used == 0
 
 
 @pytest.mark.parametrize("to", [[], ["site-1", "site-1"], ["no address!"]], ids=str)

@@ -20,6 +20,7 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024 - the untyped one is what use
 
 
 def zero() -> torch.Tensor:
+    """A tensor; which one does not matter here."""
     return torch.zeros(1)
 
 

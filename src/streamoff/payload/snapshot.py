@@ -35,19 +35,17 @@ async def snapshot_of(encoded: Encoded, job: Job) -> Encoded:
 
     Cancellation: as a failure; a block that is being written is waited for.
     """
-    made: list[FileSource] = []
+    made: list[LazyStateDict] = []
     refs = list(encoded.refs)
     try:
         for index, one in enumerate(refs):
             if isinstance(one, Own) and one.borrowed:
-                state = await _as_consumer(job, one.source)
-                source = FileSource(state)
-                made.append(source)
-                refs[index] = Own(source, path=state.path)
+                made.append(await _as_consumer(job, one.source))
+                refs[index] = Own(FileSource(made[-1]), path=made[-1].path)
                 one.source.close()
     except BaseException:
-        for source in made:
-            source.close()
+        for state in made:
+            state.release()
         raise
     return replace(encoded, refs=tuple(refs))
 
