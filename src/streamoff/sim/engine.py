@@ -30,7 +30,7 @@ from streamoff.sim.observer import Observer
 from streamoff.sim.report import ModelFile, RoundRow, SimulationReport, TransactionCounts
 from streamoff.sim.tasks import SiteTask, Task
 from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import MIB, Address
+from streamoff.types import MIB
 
 __all__ = ["simulate"]
 
@@ -195,7 +195,7 @@ def _row(finished: Round, sites: tuple[str, ...]) -> RoundRow:
     )
 
 
-def _failed(reasons: Mapping[Address, str]) -> dict[str, str]:
+def _failed(reasons: Mapping[str, str]) -> dict[str, str]:
     return {str(site): reason for site, reason in reasons.items()}
 
 

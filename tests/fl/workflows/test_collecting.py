@@ -13,12 +13,12 @@ from streamoff.fl.aggregation import Policies
 from streamoff.fl.executors.in_process import Result
 from streamoff.types import MIB
 
-from ..world import World, federated, landed_bytes, model, plus, settled, value_of
+from ..world import Train, World, federated, landed_bytes, model, plus, settled, value_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def after(seconds: float, amount: float = 1.0, weight: float = 1.0):
+def after(seconds: float, amount: float = 1.0, weight: float = 1.0) -> Train:
     """Training that takes a while."""
 
     async def train(task):
@@ -121,7 +121,7 @@ async def test_a_site_that_dies_mid_upload_costs_the_cut_off_and_nothing_else(
             assert finished.weights == {"site-1": 5.0}
             assert "no result within 10 s" in finished.failed["site-2"]
             assert value_of(finished.state) == 1.0
-            assert landed_bytes(job) == job.path.joinpath(finished.state.path).stat().st_size
+            assert landed_bytes(job) == finished.state.layout.size, "nothing but the new model"
 
 
 async def test_a_link_that_comes_back_in_time_costs_nothing(tmp_path: Path) -> None:
@@ -164,7 +164,8 @@ async def test_a_site_lost_in_the_instant_of_the_broadcast_costs_itself(tmp_path
     """A link that breaks between the look and the sending fails its site, not the round."""
     async with World(tmp_path) as world:
         sites = await world.sites({"site-1": plus(1.0), "site-2": plus(1.0)})
-        send, lost = world.server.send, []
+        send = world.server.send
+        lost: list[object] = []
 
         async def unlucky(to, *args, **kwargs):
             if not lost:
@@ -385,7 +386,7 @@ async def test_contributions_are_weighted(tmp_path: Path) -> None:
 async def test_the_order_of_keys_at_a_site_means_nothing(tmp_path: Path, disk: bool) -> None:
     """Tensors are paired by name: three sites with three orders of keys give what sorted ones give."""
 
-    def shuffled(order, amount):
+    def shuffled(order: list[str], amount: float) -> Train:
         async def train(task):
             params = {name: task.params[name] + amount for name in order}
             params["steps"] = task.params["steps"]
@@ -464,7 +465,7 @@ async def test_a_slow_site_neither_blocks_nor_changes_the_others(tmp_path: Path)
     updates = [torch.randn(6 * MIB // 4, generator=generator) for _ in range(2)]
     initial = {"w": torch.zeros(6 * MIB // 4)}
 
-    def sender(update):
+    def sender(update: torch.Tensor) -> Train:
         async def train(task):
             return Result(params={"w": update}, weight=1)
 

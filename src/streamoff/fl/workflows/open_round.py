@@ -129,7 +129,7 @@ class OpenRound:
         )
 
     @property
-    def failed(self) -> dict[Address, str]:
+    def failed(self) -> dict[str, str]:
         """Sites that are out, and why."""
         return {site: one.reason for site, one in self.sites.items() if one.reason}
 

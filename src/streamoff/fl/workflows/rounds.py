@@ -46,7 +46,7 @@ class Round:
     number: int
     state: State = field(repr=False)
     accepted: tuple[Address, ...]
-    failed: Mapping[Address, str]
+    failed: Mapping[str, str]
     weights: Mapping[str, float]
     metrics: Mapping[str, float]
     site_metrics: Mapping[str, Mapping[str, float]]
