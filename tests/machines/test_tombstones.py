@@ -96,3 +96,14 @@ def test_it_is_a_bounded_window_of_what_was_buried(
         assert {old: book.get(now, old) for old in range(10)} == {
             old: newest.get(old) for old in range(10)
         }
+
+
+def test_the_oldest_can_be_dropped_alone():
+    """Dropping takes the oldest and no other, also among those of one instant, and nothing from an empty book."""
+    book: Tombstones[str, int] = Tombstones()
+    for number, key in enumerate("abc"):
+        book.bury(5.0, key, number)
+    assert book.drop_oldest() == (0,)
+    assert [book.get(6.0, key) for key in "abc"] == [None, 1, 2]
+    assert book.drop_oldest() + book.drop_oldest() == (1, 2)
+    assert book.drop_oldest() == ()

@@ -53,6 +53,10 @@ class Tombstones(Generic[K, V]):
             forgotten.append(self._entries.popitem(last=False)[1][1])
         return tuple(forgotten)
 
+    def drop_oldest(self) -> tuple[V, ...]:
+        """Forget the oldest entry; returns it, or nothing if there is none."""
+        return (self._entries.popitem(last=False)[1][1],) if self._entries else ()
+
     def get(self, now: float, key: K) -> V | None:
         """What is remembered of ``key``, or None."""
         entry = self._entries.get(key)

@@ -636,8 +636,8 @@ class Publisher:
             self._live.pop(ref, None)
             self._remembered += len(tx.record.slots)
             self._forget(self._buried.bury(now, ref, tx), now)
-        while self._remembered > MAX_REMEMBERED and (oldest := self._buried.next_expiry()):
-            self._forget(self._buried.expire(oldest), now)
+        while self._remembered > MAX_REMEMBERED and len(self._buried) > 1:
+            self._forget(self._buried.drop_oldest(), now)
         if tx.timer is not None:
             tx.timer.cancel()
         tx.sources.clear()

@@ -173,8 +173,12 @@ class _Pipe:
                 rendered = await item.render()
             finally:
                 self.rendering = False
-            if rendered is not None:
-                return self._through_the_wire(rendered)
+            if rendered is None:
+                continue
+            if self.ended is not None:
+                rendered.release()
+                raise self.ended
+            return self._through_the_wire(rendered)
 
     async def _wait_due(self) -> None:
         while True:
