@@ -8,6 +8,7 @@ chunk, and small payloads in one hop in all.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -100,14 +101,16 @@ class Wire:
         self.address = address
         self.send = send
         self.streams: dict[int, Transfer] = {}
-        self._next = 0
 
     def new_stream(self, transfer: Transfer) -> int:
-        """A stream id of the transfer's next attempt; the former one is void."""
+        """A stream id of the transfer's next attempt; the former one is void.
+
+        Only who is on the way to the source can know it, so nobody else can end the transfer.
+        """
         self.streams.pop(transfer.stream, None)
-        self._next += 1
-        self.streams[self._next] = transfer
-        return self._next
+        stream = secrets.randbits(62)
+        self.streams[stream] = transfer
+        return stream
 
     def forget(self, transfer: Transfer) -> None:
         """The transfer has ended."""
@@ -260,9 +263,19 @@ class Transfer:
             inbound.release()
             return
         del self._asked[chunk.start]
+        if not chunk.body:
+            self._ask_for_less(inbound)
+            return
         self._adapt()
         self._inbox.append(inbound)
         self._wake.set()
+
+    def _ask_for_less(self, inbound: Inbound) -> None:
+        """The chunk took so long that its memory went to others: smaller ones are quicker."""
+        inbound.release()
+        self._pull_bytes = max(self._least, self._pull_bytes // 4)
+        if self.record.state is DownloadState.STREAMING:
+            self._pull()
 
     def _adapt(self) -> None:
         """Ask for less at once where a chunk takes a good part of the stall budget, for more where not."""

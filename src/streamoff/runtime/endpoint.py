@@ -44,6 +44,7 @@ from streamoff.runtime.publishing import (
 )
 from streamoff.runtime.relay import Relay, RelayStatistics
 from streamoff.runtime.resources import Resources
+from streamoff.runtime.sparing import SparingLog
 from streamoff.runtime.timers import Timers
 from streamoff.tensors.sources import Source
 from streamoff.tensors.state import State
@@ -197,6 +198,9 @@ class BaseEndpoint:
         self.open_jobs: set[str] = set()
         self.warned_no_job = False
         self._scopes: set[anyio.CancelScope] = set()
+        self._log_refused = SparingLog(logger, logging.INFO)
+        self._log_ignored = SparingLog(logger, logging.WARNING)
+        self._log_dropped = SparingLog(logger, logging.WARNING)
         self._kept: set[Address] = set()
         self._closing = False
 
@@ -217,10 +221,11 @@ class BaseEndpoint:
         )
         self.relay = Relay(
             address=self.address,
-            chunks=self.resources.pool.count,
+            capacity=self.resources.pool.capacity,
             timers=self.timers,
             send=self._send,
             serve=self._serve,
+            crowded=self._crowded,
         )
         self.notifier = Notifier(address=self.address, timers=self.timers, send=self._send)
         self._own = anyio.CancelScope(shield=True)
@@ -368,16 +373,20 @@ class BaseEndpoint:
         with self._until_closed():
             await serve()
 
-    def _accept(self, link: Link) -> None:
-        self._tasks.start_soon(self._welcome, link)
+    def _accept(self, link: Link) -> anyio.Event:
+        settled = anyio.Event()
+        self._tasks.start_soon(self._welcome, link, settled)
+        return settled
 
-    async def _welcome(self, link: Link) -> None:
+    async def _welcome(self, link: Link, settled: anyio.Event) -> None:
         with self._until_closed():
             try:
                 driver = await self._shake_hands(link, dialled=None)
             except StreamoffError as error:
-                logger.info("%s refused a link: %s", self.address, error)
+                self._log_refused("%s refused a link: %s", self.address, error)
                 return
+            finally:
+                settled.set()
             self._put_into_service(driver)
             await self._drive(driver)
 
@@ -421,6 +430,7 @@ class BaseEndpoint:
         except BaseException:
             await self._drop_link(link)
             raise
+        link.agree(accepted.limits)
         return LinkDriver(
             link,
             mine=mine,
@@ -434,7 +444,7 @@ class BaseEndpoint:
     def _same_certificate(self, peer: Address, link: Link) -> bool:
         """Of two live instances of an address the newer wins only with the same certificate."""
         former = self._links.get(peer)
-        return former is None or former.link.certified == link.certified
+        return former is None or former.link.fingerprint == link.fingerprint
 
     @staticmethod
     async def _drop_link(link: Link) -> None:
@@ -458,6 +468,7 @@ class BaseEndpoint:
             former.lose(LinkLostError("replaced by a newer link", peer=peer))
             for transfer in self._transfers_along(former):
                 transfer.link_lost()
+            self.relay.lost(lambda address: self._way(address) is former)
         self._instances[peer] = driver.theirs.instance
         self._instances.move_to_end(peer)
         if len(self._instances) > MAX_INSTANCES:
@@ -501,6 +512,10 @@ class BaseEndpoint:
         if driver is not None:
             driver.send_nowait(frame)
 
+    def _crowded(self, to: Address) -> bool:
+        driver = self._way(to)
+        return driver is not None and driver.crowded
+
     def can_reach(self, to: Address) -> bool:
         """Whether there is a way to an address now."""
         return self._way(to) is not None
@@ -533,16 +548,16 @@ class BaseEndpoint:
             if frame.sender == driver.peer:
                 self._drop(driver, error)
             else:
-                logger.warning("%s ignores %s: %s", self.address, frame.sender, error)
+                self._log_ignored("%s ignores %s: %s", self.address, frame.sender, error)
 
     def _forward(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:
         """Send a frame of others on its way, or say that there is none."""
         onward = forwarded(frame)
         if onward is None or self._way(frame.to, came_from=driver.peer) is None:
             inbound.release()
-            self._unreachable(driver, frame)
+            self.relay.unreachable(frame)
         else:
-            self.relay.forward(onward, inbound)
+            self.relay.forward(onward, inbound, driver.peer)
 
     def _check_sender(self, driver: LinkDriver, frame: Routed) -> None:
         uplink, peers = driver.uplink, driver.peers
@@ -552,25 +567,8 @@ class BaseEndpoint:
             )
 
     def _drop(self, driver: LinkDriver, error: StreamoffError) -> None:
-        logger.warning("%s drops the link to %s: %s", self.address, driver.peer, error)
+        self._log_dropped("%s drops the link to %s: %s", self.address, driver.peer, error)
         driver.lose(error)
-
-    def _unreachable(self, driver: LinkDriver, frame: Routed) -> None:
-        if isinstance(frame, (Error, Unreachable, Ack)):
-            return  # an answer that nobody can be told about
-        assert isinstance(
-            frame, (Message, Notice, Open, Opened, Pull, Chunk, Hold, Confirm, Cancel)
-        )
-        about = frame.id if isinstance(frame, (Message, Notice)) else frame.stream
-        driver.send_nowait(
-            Unreachable(
-                to=frame.sender,
-                sender=self.address,
-                address=frame.to,
-                about=about,
-                of=type(frame).type,
-            )
-        )
 
     def _handle(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:  # noqa: C901, PLR0912 - a dispatch
         match frame:

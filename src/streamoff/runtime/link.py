@@ -22,10 +22,12 @@ from streamoff.errors import (
     StreamoffError,
     UnexpectedMessageError,
 )
+from streamoff.runtime.pool import Buffer
 from streamoff.runtime.timers import Timer, Timers
-from streamoff.types import Address
-from streamoff.wire.frames import Frame, Hello, Ping
+from streamoff.types import MIB, Address
+from streamoff.wire.frames import Frame, Hello, Message, Ping
 from streamoff.wire.handshake import Accepted
+from streamoff.wire.limits import LinkLimits
 
 __all__ = [
     "KEEPALIVE_SECONDS",
@@ -45,6 +47,9 @@ KEEPALIVE_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 15.0
 MAX_CONTROL: Final = 16_384
 """Control frames that may wait for one link; a peer that reads none of them loses it."""
+CROWDED_FRAMES: Final = MAX_CONTROL // 2
+CROWDED_BYTES: Final = 32 * MIB
+"""More control frames, or more in their bodies, and nothing of others is forwarded over the link."""
 
 
 def _nothing() -> None:
@@ -55,11 +60,18 @@ def _nothing() -> None:
 class Inbound:
     """A frame and the way to give back its memory.
 
-    The body of a chunk is on loan: call ``release`` exactly once. Every other frame owns its body.
+    The body of a chunk is on loan: call ``release`` exactly once. Every other frame owns its body. A chunk
+    that had to be given up on the way comes without its body: whoever wants it asks again.
+
+    Args:
+        frame: What came, or goes.
+        release: Gives the memory back.
+        lent: The pool's buffer behind it, if that is what it is.
     """
 
     frame: Frame
     release: Callable[[], None] = _nothing
+    lent: Buffer | None = None
 
 
 class Deferred(Protocol):
@@ -95,8 +107,22 @@ class Link(Protocol):
         ...
 
     @property
+    def received(self) -> int:
+        """Bytes that have come so far: a large frame on a slow line shows life before it is whole."""
+        ...
+
+    @property
     def certified(self) -> tuple[Address, ...] | None:
         """Addresses of the peer's certificate; None on a link without certificates."""
+        ...
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """Digest of the peer's certificate; None on a link without certificates."""
+        ...
+
+    def agree(self, limits: LinkLimits) -> None:
+        """Send within what both ends accept from now on."""
         ...
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
@@ -120,8 +146,11 @@ class Link(Protocol):
         ...
 
 
-Listener = Callable[[Link], None]
-"""What a transport calls with a link that somebody opened; takes it over and must not block."""
+Listener = Callable[[Link], anyio.Event]
+"""What a transport calls with a link that somebody opened; takes it over and must not block.
+
+The event is set when the peer has said hello or the link was dropped; until then the transport may close it.
+"""
 
 
 class LinkDriver:
@@ -156,11 +185,13 @@ class LinkDriver:
         self.cause: StreamoffError | None = None
         self._dispatch = dispatch
         self._control: deque[Frame] = deque()
+        self._control_bytes = 0
         self._bulk: deque[Deferred] = deque()
         self._sending = False
         self._wake = anyio.Event()
         self._idle = anyio.Event()
         self._heard = anyio.current_time()
+        self._received = link.received
         self._pings = 0
         self._scope = anyio.CancelScope(shield=True)
         self._keepalive: Timer = timers.timer(self._beat)
@@ -180,6 +211,11 @@ class LinkDriver:
         """Items that wait for the writer, or that it has not got rid of."""
         return len(self._control) + len(self._bulk) + self._sending
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits for the peer that what others send has to wait where it is."""
+        return len(self._control) >= CROWDED_FRAMES or self._control_bytes >= CROWDED_BYTES
+
     def send_nowait(self, frame: Frame) -> None:
         """Queue a control frame; a link that is gone loses it silently, like a wire."""
         if self.cause is not None:
@@ -192,6 +228,7 @@ class LinkDriver:
             )
             return
         self._control.append(frame)
+        self._control_bytes += _body_bytes(frame)
         self._wake.set()
 
     def serve_nowait(self, item: Deferred) -> None:
@@ -249,13 +286,18 @@ class LinkDriver:
 
     def _take_control(self) -> Iterator[Frame]:
         while self._control:
-            yield self._control.popleft()
+            yield self._next_control()
+
+    def _next_control(self) -> Frame:
+        frame = self._control.popleft()
+        self._control_bytes -= _body_bytes(frame)
+        return frame
 
     async def _write(self) -> None:
         while True:
             self._sending = True
             while self._control or self._bulk:
-                item = self._control.popleft() if self._control else self._bulk.popleft()
+                item = self._next_control() if self._control else self._bulk.popleft()
                 await self.link.send(item, self._take_control)
             self._sending = False
             idle, self._idle = self._idle, anyio.Event()
@@ -280,8 +322,10 @@ class LinkDriver:
 
     def _beat(self) -> None:
         now = anyio.current_time()
-        if self.link.held_up:
-            self._heard = now  # what the peer says waits for us: its silence proves nothing
+        received = self.link.received
+        if self.link.held_up or received != self._received:
+            # what the peer says waits for us, or is a frame that takes its time
+            self._heard, self._received = now, received
         silent = now - self._heard
         if silent >= SILENCE_SECONDS:
             self.lose(
@@ -296,3 +340,7 @@ class LinkDriver:
         self._pings += 1
         self.send_nowait(Ping(id=self._pings, reply=False))
         self._keepalive.at(min(now + KEEPALIVE_SECONDS, self._heard + SILENCE_SECONDS))
+
+
+def _body_bytes(frame: Frame) -> int:
+    return sum(map(len, frame.body)) if isinstance(frame, Message) else 0

@@ -23,6 +23,7 @@ from streamoff.machines import serving as s, transaction as m
 from streamoff.machines.story import Story
 from streamoff.machines.tombstones import Tombstones
 from streamoff.runtime.link import Deferred, Inbound
+from streamoff.runtime.pool import Buffer
 from streamoff.runtime.resources import MAX_WINDOW, Resources
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
@@ -198,13 +199,13 @@ class _Serve:
             self.drop()
             return None
         self._tx.rendering.add(self)
-        release: Callable[[], None] | None = None
+        buffer: Buffer | None = None
         try:
-            views, release = await self._publisher.fetch(self._tx, self.effect)
+            views, buffer = await self._publisher.fetch(self._tx, self.effect)
             chunk = self._chunk(views)
         except BaseException as error:
-            if release is not None:
-                release()
+            if buffer is not None:
+                buffer.release()
             self.drop()
             if not isinstance(error, Exception):
                 raise
@@ -213,7 +214,7 @@ class _Serve:
         finally:
             self._tx.rendering.discard(self)
         self._end(served=True)
-        return Inbound(chunk, release) if release is not None else Inbound(chunk)
+        return Inbound(chunk) if buffer is None else Inbound(chunk, buffer.release, buffer)
 
     def _wanted(self) -> bool:
         serving = self._tx.record.servings[self.slot, self.effect.ref]
@@ -434,16 +435,14 @@ class Publisher:
 
     # --- chunks -----------------------------------------------------------------------------------
 
-    async def fetch(
-        self, tx: Transaction, effect: s.ServeRange
-    ) -> tuple[Views, Callable[[], None] | None]:
+    async def fetch(self, tx: Transaction, effect: s.ServeRange) -> tuple[Views, Buffer | None]:
         """Get the bytes of a range: views of the source's own memory, or a pool buffer on loan."""
         source, asked = tx.sources[effect.ref], effect.range
         if not source.blocking:
             views = source.views(asked.start, asked.stop)
             if views is not None:
                 return views, None
-        buffer = await self._resources.pool.borrow()
+        buffer = await self._resources.pool.borrow(asked.nbytes)
         try:
             view = buffer.view(asked.nbytes)
             if source.blocking:
@@ -453,7 +452,7 @@ class Publisher:
         except BaseException:
             buffer.release()
             raise
-        return (view,), buffer.release
+        return (view,), buffer
 
     def range_ended(
         self, tx: Transaction, slot: int, effect: s.ServeRange, *, served: bool

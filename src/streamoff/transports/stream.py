@@ -2,195 +2,81 @@
 
 The syscall comes first and the wait only when it would block. A body is received into the pool's buffer, and
 the same call brings the prefix of the next frame along. A chunk is sent from where it lies, 256 KiB at a
-time, and control frames overtake it in between. A frame that was begun is finished or the link is lost.
+time, and control frames overtake it in between, in their own order. A frame that was begun is finished or
+the link is lost; a chunk that was begun may be abandoned between two frames.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Final
 
-import anyio
 import anyio.lowlevel
 
-from streamoff.errors import LimitError, LinkLostError
+from streamoff.errors import LimitError
 from streamoff.runtime.link import Inbound, Outbound, Urgent
-from streamoff.runtime.pool import Buffer, BufferPool
+from streamoff.runtime.pool import Buffer, BufferPool, Tenure
+from streamoff.transports.streams import ByteStream, consume
 from streamoff.types import MIB, Address
-from streamoff.wire.assembly import Abandoned, Assembler, fits, split
+from streamoff.wire.assembly import Abandoned, Assembler, abandon, split
 from streamoff.wire.codec import PREFIX_BYTES, Encoded, Prefix, encode
 from streamoff.wire.frames import Chunk, Frame, Views
-from streamoff.wire.limits import DEFAULT_LIMITS, Limits
+from streamoff.wire.limits import DEFAULT_LIMITS, Limits, LinkLimits
 
-__all__ = ["LINGER_SECONDS", "ByteStream", "PlainStream", "StreamLink"]
+__all__ = ["StreamLink"]
 
-LINGER_SECONDS: Final = 0.5
-"""What a closing end waits for the other one to take the last frames."""
 YIELD_BYTES: Final = MIB
 """Bytes after which a busy reader or writer lets others run."""
+HEAD_COST: Final = 8 * 1024
+"""What a prefix or a header counts for, in bytes: frames cost time, too."""
 CONTROL_AHEAD: Final = 64 * 1024
 BULK_AHEAD: Final = 512
 """Bytes read beyond a body: the head of the next frame, never the body behind it."""
-MAX_VIEWS: Final = 512
-"""Views handed to one sendmsg(2); the kernel takes 1024."""
+BATCH_BYTES: Final = 64 * 1024
+"""Control frames that go out in one call."""
+CHUNK_CHANNEL: Final = 1
+CONTROL_CHANNEL: Final = 2
+"""One chunk and one large control frame are unfinished at most."""
 
 
-class ByteStream(Protocol):
-    """A non-blocking, ordered byte stream; one reader and one writer at a time."""
+class _Filling:
+    """A piece of a body that is being received; ``view`` may be exchanged for another of its length."""
 
-    async def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fill the views in order with at least one byte; as many as are here.
+    __slots__ = ("have", "view")
 
-        Raises:
-            LinkLostError: The other end is gone.
-        """
-        ...
-
-    async def send_all(self, views: Sequence[memoryview]) -> None:
-        """Send every byte.
-
-        Raises:
-            LinkLostError: The other end is gone.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Send what is left, wait briefly for the other end, close. Idempotent."""
-        ...
-
-
-class PlainStream:
-    """A connected stream socket, made non-blocking; owned from here on."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self._closed = False
-
-    async def receive_into(self, views: Sequence[memoryview]) -> int:
-        """See :class:`ByteStream`."""
-        while True:
-            try:
-                got = self._sock.recvmsg_into(views)[0]
-            except (BlockingIOError, InterruptedError):
-                await wait_readable(self._sock)
-                continue
-            except OSError as error:
-                raise lost(error) from error
-            if not got:
-                raise LinkLostError("the other end closed the link")
-            return got
-
-    async def send_all(self, views: Sequence[memoryview]) -> None:
-        """See :class:`ByteStream`."""
-        left = [view for view in views if view]
-        while left:
-            try:
-                sent = self._sock.sendmsg(left[:MAX_VIEWS])
-            except (BlockingIOError, InterruptedError):
-                await wait_writable(self._sock)
-                continue
-            except OSError as error:
-                raise lost(error) from error
-            _consume(left, sent)
-
-    async def aclose(self) -> None:
-        """See :class:`ByteStream`."""
-        if not self._closed:
-            self._closed = True
-            try:
-                await linger(self._sock, self._sock)
-            finally:
-                shut(self._sock)
-
-
-def _consume(views: list[memoryview], sent: int) -> None:
-    """Drop what was sent from the front."""
-    done = 0
-    while done < len(views) and sent >= len(views[done]):
-        sent -= len(views[done])
-        done += 1
-    del views[:done]
-    if sent:
-        views[0] = views[0][sent:]
-
-
-async def wait_readable(sock: socket.socket) -> None:
-    """Wait until a read would not block.
-
-    Raises:
-        LinkLostError: The socket was closed meanwhile.
-    """
-    try:
-        await anyio.wait_readable(sock)
-    except (anyio.ClosedResourceError, ValueError, OSError) as error:
-        raise LinkLostError("the link was closed") from error
-
-
-async def wait_writable(sock: socket.socket) -> None:
-    """Wait until a write would not block; raises as :func:`wait_readable`."""
-    try:
-        await anyio.wait_writable(sock)
-    except (anyio.ClosedResourceError, ValueError, OSError) as error:
-        raise LinkLostError("the link was closed") from error
-
-
-def lost(error: OSError) -> LinkLostError:
-    """The end of a link as an error of ours."""
-    return LinkLostError(f"the link was reset ({error.strerror or error})")
-
-
-async def linger(sock: socket.socket, raw: socket.socket) -> None:
-    """Say that no more will be sent and read until the other end says so too, bounded.
-
-    Closing at once would reset the connection if unread bytes are left, and the last frames with it.
-    """
-    try:
-        raw.shutdown(socket.SHUT_WR)
-    except OSError:
-        return
-    rest = memoryview(bytearray(CONTROL_AHEAD))
-    with anyio.move_on_after(LINGER_SECONDS):
-        while True:
-            try:
-                if not sock.recv_into(rest):
-                    return
-            except (BlockingIOError, InterruptedError):
-                await wait_readable(raw)
-            except (OSError, LinkLostError):
-                return
-            await anyio.lowlevel.checkpoint()
-
-
-def shut(sock: socket.socket) -> None:
-    """Close a socket, waking whoever waits for it. Idempotent."""
-    if sock.fileno() >= 0:
-        anyio.notify_closing(sock)
-        sock.close()
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.have = 0
 
 
 class _Intake:
     """Bytes from a stream: heads through a small buffer, bodies straight to where they belong."""
 
     def __init__(self, stream: ByteStream) -> None:
+        self.received = 0
         self._stream = stream
         self._ahead = memoryview(bytearray(CONTROL_AHEAD + PREFIX_BYTES))
         self._start = 0
         self._stop = 0
         self._bulk = False
-        self._since_yield = 0
+        self._busy = 0
 
-    async def _receive(self, views: Sequence[memoryview]) -> int:
-        got = await self._stream.receive_into(views)
-        self._since_yield += got
-        if self._since_yield >= YIELD_BYTES:
-            self._since_yield = 0
-            await anyio.lowlevel.checkpoint()
-        return got
+    async def _rest(self) -> None:
+        self._busy = 0
+        await anyio.lowlevel.checkpoint()
+
+    async def _receivable(self) -> None:
+        self._busy = 0
+        await self._stream.receivable()
 
     async def head(self, size: int) -> memoryview:
         """Exactly ``size`` bytes, at most 64 KiB; valid until the next call."""
+        self._busy += HEAD_COST
+        if self._busy >= YIELD_BYTES:
+            await self._rest()
         if self._start == self._stop:
             self._start = self._stop = 0
         elif self._start + size > len(self._ahead):
@@ -201,39 +87,120 @@ class _Intake:
             missing = size - (self._stop - self._start)
             room = BULK_AHEAD if self._bulk else CONTROL_AHEAD
             end = min(len(self._ahead), self._stop + max(missing, room))
-            self._stop += await self._receive([self._ahead[self._stop : end]])
+            got = self._stream.receive_nowait([self._ahead[self._stop : end]])
+            if got:
+                self._stop += got
+                self.received += got
+            else:
+                await self._receivable()
         self._start += size
         return self._ahead[self._start - size : self._start]
 
-    async def body(self, view: memoryview, *, more: bool) -> None:
-        """Fill ``view``; ``more``: the next frame goes on with this body, so only its prefix is read along."""
-        self._bulk = len(view) >= CONTROL_AHEAD
-        have = min(self._stop - self._start, len(view))
-        view[:have] = self._ahead[self._start : self._start + have]
+    async def body(self, filling: _Filling, *, more: bool) -> None:
+        """Fill a view; ``more``: the body goes on in the next frame, so only its prefix is read along."""
+        size = len(filling.view)
+        self._bulk = size >= CONTROL_AHEAD
+        have = min(self._stop - self._start, size)
+        filling.view[:have] = self._ahead[self._start : self._start + have]
+        filling.have = have
         self._start += have
-        if have == len(view):
+        if have == size:
             return
         self._start = self._stop = 0
-        ahead = PREFIX_BYTES if more else BULK_AHEAD
-        while have < len(view):
-            got = await self._receive([view[have:], self._ahead[self._stop : self._stop + ahead]])
-            over = have + got - len(view)
-            have = min(have + got, len(view))
-            self._stop += max(0, over)
+        ahead = self._ahead[: PREFIX_BYTES if more else BULK_AHEAD]
+        while filling.have < size:
+            got = self._stream.receive_nowait([filling.view[filling.have :], ahead])
+            if not got:
+                await self._receivable()
+                continue
+            self.received += got
+            self._stop = max(0, filling.have + got - size)
+            filling.have += got - self._stop
+            self._busy += got
+            if self._busy >= YIELD_BYTES:
+                await self._rest()
+
+
+@functools.cache
+def _blank(nbytes: int) -> memoryview:
+    """Zeros that nobody looks at: the assembler counts the bytes of a chunk, its buffer holds them."""
+    return memoryview(bytes(nbytes))
+
+
+class _Arriving:
+    """The chunk that is being received."""
+
+    __slots__ = ("_waste", "buffer", "channel", "filling", "used")
+
+    def __init__(self, channel: int, buffer: Buffer) -> None:
+        self.channel = channel
+        self.buffer: Buffer | None = buffer
+        self.used = 0
+        self.filling = _Filling(memoryview(b""))
+        self._waste = memoryview(b"")
+        buffer.tenure = Tenure(lambda: self.used + self.filling.have, self.give_up)
+
+    def piece(self, nbytes: int) -> _Filling:
+        """Where the next piece goes."""
+        self.used += self.filling.have
+        if self.buffer is None:
+            view = self._wasted(nbytes)
+        else:
+            view = self.buffer.view(self.used + nbytes)[self.used :]
+        self.filling = _Filling(view)
+        return self.filling
+
+    def give_up(self) -> None:
+        """Return the buffer; what is still to come is received and forgotten."""
+        if self.buffer is not None:
+            self.buffer.release()
+            self.buffer = None
+            self.filling.view = self._wasted(len(self.filling.view))
+
+    def _wasted(self, nbytes: int) -> memoryview:
+        if len(self._waste) < nbytes:
+            self._waste = memoryview(bytearray(nbytes))
+        return self._waste[:nbytes]
+
+    def whole(self, chunk: Chunk) -> Inbound:
+        """What comes out: the chunk with its buffer, or, given up, without a body."""
+        if self.buffer is None:
+            return Inbound(dataclasses.replace(chunk, body=()))
+        self.buffer.tenure = None
+        body = (self.buffer.view(chunk.stop - chunk.start),)
+        return Inbound(dataclasses.replace(chunk, body=body), self.buffer.release, self.buffer)
+
+
+class _Departing:
+    """The chunk that is being sent."""
+
+    __slots__ = ("given_up", "inbound", "piece")
+
+    def __init__(self, inbound: Inbound) -> None:
+        self.inbound = inbound
+        self.piece: list[memoryview] = []
+        self.given_up = False
+
+    def give_up(self) -> None:
+        """Return the memory; the rest of the frame that was begun is kept, to finish it."""
+        if not self.given_up:
+            self.given_up = True
+            self.piece[:] = [memoryview(bytes(view)) for view in self.piece]
+            self.inbound.release()
 
 
 class StreamLink:
     """A :class:`~streamoff.runtime.link.Link` over a byte stream.
 
-    At most one pool buffer per unfinished chunk is held; a peer can have
-    :attr:`~streamoff.wire.limits.LinkLimits.channels` of them. Bodies of messages are kept piece by piece as
-    they come, so a length that is only claimed costs nothing.
+    At most one chunk is received at a time, into one buffer of the pool, whatever the peer does; bodies of
+    messages are kept piece by piece as they come, so a length that is only claimed costs nothing.
 
     Args:
         stream: Connected; owned from here on.
         pool: Lends the buffers that chunks are received into.
         limits: What may come.
         certified: Addresses of the peer's certificate; None without certificates.
+        fingerprint: Digest of the peer's certificate; None without certificates.
     """
 
     def __init__(
@@ -243,15 +210,18 @@ class StreamLink:
         *,
         limits: Limits = DEFAULT_LIMITS,
         certified: tuple[Address, ...] | None = None,
+        fingerprint: bytes | None = None,
     ) -> None:
         self.certified = certified
+        self.fingerprint = fingerprint
         self._stream = stream
         self._pool = pool
         self._limits = limits
+        self._frame = limits.link.frame
         self._intake = _Intake(stream)
         self._assembler = Assembler(limits)
-        self._buffers: dict[int, tuple[Buffer, int]] = {}
-        self._channel = 0
+        self._arriving: _Arriving | None = None
+        self._sent = 0
         self._waiting = False
 
     @property
@@ -259,58 +229,77 @@ class StreamLink:
         """Whether reading waits for a buffer of ours."""
         return self._waiting
 
+    @property
+    def received(self) -> int:
+        """Bytes that have come so far."""
+        return self._intake.received
+
+    def agree(self, limits: LinkLimits) -> None:
+        """Cut what is sent to what both ends accept."""
+        self._frame = limits.frame
+
     # --- sending ----------------------------------------------------------------------------------
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item; see :class:`~streamoff.runtime.link.Link`."""
         if isinstance(item, Frame):
-            await self._send_control([item, *urgent()], urgent)
-            return
-        inbound = await item.render()
-        if inbound is None:
-            await anyio.lowlevel.checkpoint()
-            return
-        try:
-            await self._send_frame(encode(inbound.frame, self._limits), urgent)
-        finally:
-            inbound.release()
-
-    async def _send_control(self, frames: list[Frame], urgent: Urgent) -> None:
-        """Small frames go out together, large ones in pieces."""
-        batch: list[memoryview] = []
-        for frame in frames:
-            encoded = encode(frame, self._limits)
-            if fits(encoded, self._limits.link.frame):
-                batch += (memoryview(encoded.head), *encoded.body)
-                continue
-            await self._flush(batch)
-            await self._send_frame(encoded, urgent)
-        await self._flush(batch)
+            await self._send_control(itertools.chain((item,), urgent()))
+        elif (inbound := await item.render()) is not None:
+            await self._send_chunk(inbound, urgent)
         await anyio.lowlevel.checkpoint()
 
-    async def _flush(self, batch: list[memoryview]) -> None:
-        if batch:
-            await self._stream.send_all(batch)
-            batch.clear()
+    async def _send_control(self, frames: Iterable[Frame]) -> None:
+        """Send frames whole and in order, as many as fit into one call."""
+        batch: list[memoryview] = []
+        nbytes = 0
+        for frame in frames:
+            encoded = encode(frame, self._limits)
+            for head, views in split(encoded, CONTROL_CHANNEL, self._frame):
+                batch += (memoryview(head), *views)
+                nbytes += len(head) + sum(map(len, views))
+                if nbytes >= BATCH_BYTES:
+                    await self._put(batch)
+                    await anyio.lowlevel.checkpoint()
+                    nbytes = 0
+        await self._put(batch)
 
-    async def _send_frame(self, encoded: Encoded, urgent: Urgent) -> None:
-        self._channel = self._channel % 0xFFFF + 1
-        since_yield = 0
-        for head, views in split(encoded, self._channel, self._limits.link.frame):
-            overtaking = [memoryview(part) for frame in urgent() for part in self._whole(frame)]
-            await self._stream.send_all([*overtaking, memoryview(head), *views])
-            since_yield += sum(map(len, views))
-            if since_yield >= YIELD_BYTES:
-                since_yield = 0
+    async def _send_chunk(self, inbound: Inbound, urgent: Urgent) -> None:
+        departing = _Departing(inbound)
+        try:
+            encoded = encode(inbound.frame, self._limits)
+            if inbound.lent is not None:
+                inbound.lent.tenure = Tenure(lambda: self._sent, departing.give_up)
+            await self._send_pieces(departing, encoded, urgent)
+        finally:
+            if not departing.given_up:
+                inbound.release()
+
+    async def _send_pieces(self, departing: _Departing, encoded: Encoded, urgent: Urgent) -> None:
+        begun, since_rest = False, 0
+        for head, views in split(encoded, CHUNK_CHANNEL, self._frame):
+            if begun:
+                await self._send_control(urgent())
+            if departing.given_up:
+                await self._put([memoryview(abandon(CHUNK_CHANNEL))])
+                return
+            begun = True
+            departing.piece = [memoryview(head), *views]
+            await self._put(departing.piece)
+            since_rest += self._frame
+            if since_rest >= YIELD_BYTES:
+                since_rest = 0
                 await anyio.lowlevel.checkpoint()
 
-    def _whole(self, frame: Frame) -> Iterator[bytes | memoryview]:
-        """A control frame as bytes; one with a large body takes a channel of its own."""
-        encoded = encode(frame, self._limits)
-        self._channel = self._channel % 0xFFFF + 1
-        for head, views in split(encoded, self._channel, self._limits.link.frame):
-            yield head
-            yield from views
+    async def _put(self, views: list[memoryview]) -> None:
+        """Send every byte; the list is emptied from the front."""
+        views[:] = filter(None, views)
+        while views:
+            sent = self._stream.send_nowait(views)
+            if sent:
+                self._sent += sent
+                consume(views, sent)
+            else:
+                await self._stream.sendable()
 
     # --- receiving --------------------------------------------------------------------------------
 
@@ -320,50 +309,52 @@ class StreamLink:
             prefix = self._assembler.prefix(await self._intake.head(PREFIX_BYTES))
             outline: Frame | None = None
             if prefix.header_bytes:
-                outline = self._assembler.header(
-                    prefix, await self._intake.head(prefix.header_bytes)
-                )
+                header = await self._intake.head(prefix.header_bytes)
+                outline = self._assembler.header(prefix, header)
             views = await self._body(prefix, outline)
             done = self._assembler.body(prefix, views)
-            if done is None:
-                continue
-            buffer = self._buffers.pop(prefix.channel, None)
-            if isinstance(done, Abandoned):
-                if buffer is not None:
-                    buffer[0].release()
-                continue
-            return Inbound(done) if buffer is None else Inbound(done, buffer[0].release)
+            if done is not None and (inbound := self._whole(done)) is not None:
+                return inbound
 
     async def _body(self, prefix: Prefix, outline: Frame | None) -> Views:
         """Receive a piece of a body: of a chunk into its buffer, of anything else into memory of its own."""
         if not prefix.body_bytes:
             return ()
         if isinstance(outline, Chunk):
-            await self._lend(prefix.channel, prefix.body_bytes + prefix.rest)
-        lent = self._buffers.get(prefix.channel)
-        if lent is None or (outline is not None and not isinstance(outline, Chunk)):
-            view = memoryview(bytearray(prefix.body_bytes))
-        else:
-            buffer, used = lent
-            view = buffer.view(used + prefix.body_bytes)[used:]
-            self._buffers[prefix.channel] = (buffer, used + prefix.body_bytes)
-        await self._intake.body(view, more=prefix.rest > 0)
+            await self._begin_chunk(prefix)
+        chunk = self._arriving
+        if chunk is not None and chunk.channel == prefix.channel:
+            await self._intake.body(chunk.piece(prefix.body_bytes), more=prefix.rest > 0)
+            return (_blank(self._limits.link.frame)[: prefix.body_bytes],)
+        view = memoryview(bytearray(prefix.body_bytes))
+        await self._intake.body(_Filling(view), more=prefix.rest > 0)
         return (view,)
 
-    async def _lend(self, channel: int, nbytes: int) -> None:
-        if nbytes > self._pool.size:
-            raise LimitError(
-                "a chunk larger than was pulled", expected=f"at most {self._pool.size}", got=nbytes
-            )
+    async def _begin_chunk(self, prefix: Prefix) -> None:
+        if self._arriving is not None:
+            raise LimitError("chunks at a time", expected="1", got="another one")
         self._waiting = True
         try:
-            self._buffers[channel] = (await self._pool.borrow(), 0)
+            buffer = await self._pool.borrow(prefix.body_bytes + prefix.rest)
         finally:
             self._waiting = False
+        self._arriving = _Arriving(prefix.channel, buffer)
+
+    def _whole(self, done: Frame | Abandoned) -> Inbound | None:
+        """A finished frame, or a chunk that was given up at the other end; other abandoned bodies are nothing."""
+        frame = done.frame if isinstance(done, Abandoned) else done
+        if not isinstance(frame, Chunk):
+            return None if isinstance(done, Abandoned) else Inbound(frame)
+        chunk, self._arriving = self._arriving, None
+        assert chunk is not None
+        if isinstance(done, Abandoned):
+            chunk.give_up()
+        return chunk.whole(frame)
 
     async def aclose(self) -> None:
-        """Close; buffers of unfinished chunks go back. Idempotent."""
+        """Close; the buffer of an unfinished chunk goes back. Idempotent."""
         self._assembler.close()
-        while self._buffers:
-            self._buffers.popitem()[1][0].release()
+        chunk, self._arriving = self._arriving, None
+        if chunk is not None:
+            chunk.give_up()
         await self._stream.aclose()

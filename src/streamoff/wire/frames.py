@@ -96,7 +96,6 @@ class ErrorCode(StrEnum):
     UNKNOWN_TOPIC = "unknown_topic"
     LIMIT = "limit"
     BUSY = "busy"
-    HOPS = "hops"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
