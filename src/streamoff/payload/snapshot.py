@@ -41,13 +41,26 @@ async def snapshot_of(encoded: Encoded, job: Job) -> Encoded:
         for index, one in enumerate(refs):
             if isinstance(one, Own) and one.borrowed:
                 made.append(await _as_consumer(job, one.source))
-                refs[index] = Own(FileSource(made[-1]), path=made[-1].path)
+                refs[index] = Own(_CopySource(made[-1]), path=made[-1].path)
                 one.source.close()
     except BaseException:
         for state in made:
             state.release()
         raise
     return replace(encoded, refs=tuple(refs))
+
+
+class _CopySource(FileSource):
+    """Serves a copy that nobody else has: its file is freed when the transaction settles."""
+
+    def __init__(self, state: LazyStateDict) -> None:
+        super().__init__(state)
+        self._state = state
+
+    def close(self) -> None:
+        """Free the file."""
+        super().close()
+        self._state.release()
 
 
 async def _as_consumer(job: Job, source: Source) -> LazyStateDict:
