@@ -41,10 +41,13 @@ def model(value: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 def plus(amount: float, weight: float = 1.0) -> Train:
-    """Training that adds a number to every tensor."""
+    """Training that adds a number to every float, tensor or array."""
 
     async def train(task: Task) -> Result:
-        params = {name: (value + amount).to(value.dtype) for name, value in task.params.items()}
+        params = {
+            name: value + amount if name != "steps" else value
+            for name, value in task.params.items()
+        }
         return Result(params=params, weight=weight, metrics={"loss": amount})
 
     return train

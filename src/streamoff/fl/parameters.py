@@ -32,7 +32,6 @@ __all__ = [
     "load_initial",
     "refs_of",
     "sole_batch",
-    "tensors_from",
 ]
 
 
@@ -172,13 +171,3 @@ def layout_of(refs: Mapping[str, TensorRef], payload: Layout) -> Layout:
             )
         entries.setdefault(payload.spec(leaf.name), name)
     return plan((name, spec.dtype, spec.shape) for spec, name in entries.items())
-
-
-def tensors_from(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as tensors or lazy tensors; arrays share their memory with them."""
-    import torch  # noqa: PLC0415 - only arrays need it here
-
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in params.items()
-    }

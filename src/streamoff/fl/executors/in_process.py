@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import numpy as np
 from anyio.lowlevel import RunVar
 
 from streamoff.errors import (
@@ -239,9 +240,10 @@ class InProcess:
             params = dict(params)
         if not isinstance(params, Mapping) or isinstance(params, (State, Source)):
             return params  # a file, or a source: nobody goes on changing it
+        params = {name: _whole(value) for name, value in params.items()}
         if not self._snapshot:
-            return dict(params)
-        return await run_in_thread(_copied, dict(params), limiter=self._endpoint.resources.maths)
+            return params
+        return await run_in_thread(_copied, params, limiter=self._endpoint.resources.maths)
 
     async def _deliver(self, envelope: ResultEnvelope) -> Delivery:
         """Send, and give a lost link the time that a download gives it.
@@ -286,6 +288,11 @@ def _one_at_a_time() -> anyio.CapacityLimiter:
 
 def _what(error: Exception) -> str:
     return error.what if isinstance(error, StreamoffError) else f"{type(error).__name__}: {error}"
+
+
+def _whole(value: Any) -> Any:
+    """Turn NumPy's numbers back into the 0-dimensional arrays that its arithmetic made them of."""
+    return np.asarray(value) if isinstance(value, np.generic) else value
 
 
 def _copied(params: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from streamoff.errors import (
     ContributionRejectedError,
     InvariantError,
     JobClosedError,
+    PeerRefusedError,
     QuorumLostError,
     SpecMismatchError,
     StreamoffError,
@@ -30,14 +31,14 @@ from streamoff.fl.aggregation.engine import Engine
 from streamoff.fl.aggregation.foreign import as_state
 from streamoff.fl.aggregation.intake import Terms, check_layout
 from streamoff.fl.envelope import ResultEnvelope
-from streamoff.fl.parameters import by_batch, layout_of, refs_of, sole_batch, tensors_from
+from streamoff.fl.parameters import by_batch, layout_of, refs_of, sole_batch
 from streamoff.fl.workflows.settings import RunSettings
 from streamoff.machines import participation as m
 from streamoff.machines.participation import PARTICIPATION, Participation, ParticipationState
 from streamoff.payload.context import DecodeContext
 from streamoff.payload.endpoint import Delivery, Endpoint, Message
-from streamoff.payload.leaves import LeafKind, TensorRef
-from streamoff.payload.resolve import pull, resolve_with
+from streamoff.payload.leaves import Batch, LeafKind, TensorRef
+from streamoff.payload.resolve import pull
 from streamoff.runtime.jobs import Consumer, Job
 from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.janitor import JANITOR
@@ -289,16 +290,46 @@ class OpenRound:
     async def _land(self, site: Address, refs: Mapping[str, TensorRef]) -> State:
         """Bring a contribution: one payload as a whole, anything else part by part."""
         batch = sole_batch(refs)
-        if batch is not None and batch.vouched:
-            batch.consume((), str(self._endpoint.address))
-            context = self._context(site, partial(self._accept, site))
-            to_disk = self._settings.to_disk and batch.kind is not LeafKind.NDARRAY
-            return await pull(self._endpoint, batch.ref, context, to_disk=to_disk)
+        if batch is not None:
+            return await self._pull_payload(site, batch, None, partial(self._accept, site))
+        states: list[State] = []
         tensors: dict[str, object] = {}
-        for part in by_batch(refs).values():
-            context = self._context(site, partial(self._accept_part, site, part))
-            tensors |= await resolve_with(part, context, self._endpoint)
-        return as_state(tensors_from(tensors))
+        try:
+            for batch, part in by_batch(refs).items():
+                names = frozenset(leaf.name for leaf in part.values())
+                accept = partial(self._accept_part, site, part)
+                state = await self._pull_payload(site, batch, names, accept)
+                states.append(state)
+                assert isinstance(state, Mapping)
+                tensors |= {name: state[leaf.name] for name, leaf in part.items()}
+            return as_state(tensors)
+        except BaseException:
+            for state in states:
+                state.release()
+            raise
+
+    async def _pull_payload(
+        self,
+        site: Address,
+        batch: Batch,
+        names: frozenset[str] | None,
+        accept: Callable[[Layout], object],
+    ) -> State:
+        if not batch.vouched:
+            raise PeerRefusedError(
+                "the site may not speak for the source of its result",
+                got=f"a ref to {batch.ref.source}",
+                site=site,
+            )
+        batch.consume((), str(self._endpoint.address))
+        whole = names is None or (not batch.partial and names >= batch.names)
+        return await pull(
+            self._endpoint,
+            batch.ref,
+            self._context(site, accept),
+            names=None if whole else names,
+            to_disk=self._settings.to_disk and batch.kind is not LeafKind.NDARRAY,
+        )
 
     def _context(self, site: Address, accept: Callable[[Layout], object]) -> DecodeContext:
         settings = self._settings
