@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_scratch(commands)
     _add_inspect(commands)
+    _add_certs(commands)
     return parser
 
 
@@ -137,6 +138,32 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.set_defaults(run=_inspect)
 
 
+def _add_certs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "certs",
+        help="make the certificates of a consortium",
+        description="Make an authority, and identities of endpoints for links over TLS.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    init = actions.add_parser(
+        "init",
+        help="make an authority",
+        description="Make an authority: a directory with its certificate and key, readable by you only.",
+    )
+    issue = actions.add_parser(
+        "issue",
+        help="make the identity of an endpoint",
+        description="Make the identity of an endpoint: a directory with its certificate, its key and the"
+        " authority's certificate. It may speak for its address and for what lies below.",
+    )
+    issue.add_argument("--address", required=True, metavar="ADDRESS", help="such as site-1")
+    for one, days in ((init, "3650"), (issue, "365")):
+        one.add_argument("directory", type=Path, metavar="DIR", help="the authority's directory")
+        one.add_argument("--days", type=int, metavar="N", help=f"validity; default: {days}")
+        one.add_argument("--force", action="store_true", help="replace what is there")
+    parser.set_defaults(run=_certs)
+
+
 def _add_scratch_directory(parser: "argparse._ActionsContainer") -> None:
     parser.add_argument(
         "--scratch",
@@ -172,5 +199,11 @@ def _scratch(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from streamoff.cli.inspect import run
+
+    return run(args)
+
+
+def _certs(args: argparse.Namespace) -> int:
+    from streamoff.cli.certs import run
 
     return run(args)

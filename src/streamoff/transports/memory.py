@@ -199,7 +199,7 @@ class _Pipe:
     def _through_the_wire(rendered: Inbound) -> Inbound:
         try:
             encoded = encode(rendered.frame)
-            return Inbound(decode(encoded.head, encoded.body), rendered.release)
+            return Inbound(decode(encoded.head, encoded.body), rendered.release, rendered.lent)
         except BaseException:
             rendered.release()
             raise

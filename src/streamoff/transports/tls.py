@@ -22,9 +22,22 @@ from streamoff.errors import HandshakeError, LinkLostError, StreamoffError, Usag
 from streamoff.transports.streams import linger, lost, shut, wait_readable, wait_writable
 from streamoff.types import Address
 
-__all__ = ["URI_SCHEME", "Identity", "Peer", "TlsStream", "addresses_of", "secure"]
+__all__ = [
+    "AUTHORITY",
+    "CERTIFICATE",
+    "KEY",
+    "URI_SCHEME",
+    "Identity",
+    "Peer",
+    "TlsStream",
+    "addresses_of",
+    "secure",
+]
 
 URI_SCHEME: Final = "streamoff:"
+CERTIFICATE: Final = "certificate.pem"
+KEY: Final = "key.pem"
+AUTHORITY: Final = "authority.pem"
 RECORD_BYTES: Final = 16 * 1024
 """A head is sent in one record with the first bytes behind it."""
 RETRY_SECONDS: Final = 0.01
@@ -55,6 +68,18 @@ class Identity:
 
     def __post_init__(self) -> None:
         self.context(server=False)
+
+    @classmethod
+    def load(cls, directory: Path) -> Identity:
+        """Read what ``streamoff certs issue`` has made.
+
+        Args:
+            directory: With ``certificate.pem``, ``key.pem`` and ``authority.pem``.
+
+        Raises:
+            UsageError: A file is missing or is not what it should be.
+        """
+        return cls(directory / CERTIFICATE, directory / KEY, directory / AUTHORITY)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """A context for one side of a link.
