@@ -61,8 +61,12 @@ class Case:
 
     @property
     def ram_bytes(self) -> int:
-        """What it needs in RAM at most."""
-        models = {"columnar": 0, "in-time": 1, "memory": self.sites + 2}[self.engine]
+        """What it needs in RAM at most.
+
+        Without offload: a contribution per site, two global models, and what the allocator keeps of tensors
+        that were freed.
+        """
+        models = {"columnar": 0, "in-time": 1, "memory": self.sites + 10}[self.engine]
         return PROCESS_BYTES + models * self.model_bytes
 
     def __str__(self) -> str:
