@@ -195,16 +195,16 @@ async def test_a_site_without_an_executor_is_not_waited_for(tmp_path: Path) -> N
 async def test_a_busy_straggler_has_the_whole_round_to_come_for_the_model(tmp_path: Path) -> None:
     """Who is still training for the last round when the next begins can take part in it late."""
     async with World(tmp_path) as world:
-        slow = {1: 400.0, 2: 1.0}
+        slow = {1: 700.0, 2: 1.0}
 
         async def straggler(task):
             await anyio.sleep(slow[task.round])
             return await plus(3.0)(task)
 
         sites = await world.sites({"site-1": after(1), "site-2": straggler})
-        rounds, values = await world.run(federated(2, min_responses=1, round_timeout=300), sites)
+        rounds, values = await world.run(federated(2, min_responses=1, round_timeout=500), sites)
         assert [one.accepted for one in rounds] == [("site-1",), ("site-1", "site-2")]
-        assert rounds[1].seconds == 101.0
+        assert rounds[1].seconds == 201.0
         assert values == [1.0, 3.0]
 
 
@@ -360,6 +360,40 @@ async def test_results_that_wait_when_the_workflow_ends_are_declined(tmp_path: P
             reason = await hand.refused(delivery)
             assert "declined" in reason or "refused" in reason
             assert anyio.current_time() - begun < 1.0
+
+
+async def test_who_waits_for_its_turn_when_the_round_closes_is_told(tmp_path: Path) -> None:
+    """Where contributions take turns, one whose turn did not come is declined, and its site goes on at once."""
+    initial = model() | {"layer": torch.zeros(2000)}
+    async with World(tmp_path) as world:
+        first, second, third = [await world.hand(f"site-{n}") for n in (1, 2, 3)]
+        line = world.network.conditions("site-2", "server")
+        told: list[tuple[float, str]] = []
+
+        async def answer() -> None:
+            await first.task()
+            await first.answer(params=initial)
+            await anyio.sleep(0.1)
+            line.set(bandwidth=100)
+            await second.answer(params=initial)
+            await anyio.sleep(1)
+            delivery = await third.answer(params=initial)
+            told.append((anyio.current_time(), await third.refused(delivery)))
+            told.append((anyio.current_time(), ""))
+
+        world.tasks.start_soon(answer)
+        workflow = federated(initial=initial, min_responses=1, cut_off=10, aggregation="in_time")
+        async with (
+            world.open_job(quota=3 * 8_300) as job,
+            workflow.run(job, ["site-1", "site-2", "site-3"]) as rounds,
+        ):
+            finished = await anext(rounds)
+            assert finished.accepted == ("site-1",)
+            assert set(finished.failed) == {"site-2", "site-3"}
+            await anyio.sleep(1)
+            assert second.endpoint.publisher.statistics().bytes_served == 0
+        assert told[0][1].startswith("declined")
+        assert told[1][0] == 10.0
 
 
 async def test_a_zero_weight_is_listed_and_not_averaged(tmp_path: Path) -> None:

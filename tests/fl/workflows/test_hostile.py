@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -34,10 +35,12 @@ async def beside_an_honest_site(
     async with World(scratch) as world:
         await world.site("site-2", plus(2.0))
         hand = await world.hand("site-1")
+        done = anyio.Event()
 
         async def bad() -> None:
             await hand.fetch()
             await behave(hand)
+            done.set()
 
         world.tasks.start_soon(bad)
         workflow = federated(**({"min_responses": 1, "round_timeout": 300.0} | options))
@@ -52,6 +55,8 @@ async def beside_an_honest_site(
                 finished.state.layout.size if workflow.enable_tensor_disk_offload else 0
             )
             reason = finished.failed["site-1"]
+        with anyio.fail_after(60):
+            await done.wait()
         await settled(hand.endpoint, world.server)
     return reason
 

@@ -60,6 +60,9 @@ async def test_a_cancelled_wait_loses_no_round(tmp_path: Path) -> None:
                 await hand.answer(round=number)
                 await anyio.sleep(1)  # the round is finished, and nobody waits for it
                 assert (await anext(rounds)).number == number
+                await anyio.sleep(1)
+                sent = hand.endpoint.mailbox.statistics().queued
+                assert sent == number, "the next round waits to be asked for"
             with pytest.raises(StopAsyncIteration):
                 await anext(rounds)
 
