@@ -150,7 +150,8 @@ class Gate:
         self.waiting += 1
         self._reached.set()
         try:
-            await self._open.wait()
+            with anyio.CancelScope(shield=True):  # a thread that blocks is not cancelled
+                await self._open.wait()
         finally:
             self.waiting -= 1
 

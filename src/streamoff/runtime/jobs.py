@@ -30,6 +30,7 @@ from streamoff.runtime.downloading import Terms, Transfer
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.guard import ReadGuard
 from streamoff.runtime.publishing import Transaction
+from streamoff.runtime.signal import Signal
 from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.directory import RamBacked, RootDirectory
 from streamoff.scratch.janitor import JANITOR
@@ -164,13 +165,15 @@ class Job:
         self._admission = Admission.ALL
         self._nursery: TaskGroup | None = None
         self._closing = anyio.Event()
-        self._changed = anyio.Event()
+        self._changed = Signal()
         self._consumers: set[Consumer] = set()
         self._downloads: set[Transfer] = set()
         self._serves: dict[Transaction, float] = {}
         self._reported: deque[ConsumerReport] = deque(maxlen=MAX_REPORTED)
         self._ends: Counter[ConsumerEnd] = Counter()
-        self._closed_at = self._drained_at = self._gone_at = 0.0
+        self._closed_at: float | None = None
+        self._drained_at: float | None = None
+        self._gone_at: float | None = None
         self._removed = False
 
     # --- for users --------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class Job:
         finally:
             self._downloads.discard(transfer)
             self._note_download(transfer, started)
-            self._changed.set()
+            self._changed.notify()
         self.bytes_landed += transfer.record.landed.nbytes
         return state
 
@@ -305,15 +308,16 @@ class Job:
     @property
     def report(self) -> JobReport:
         """How it stands, or how it ended."""
-        ended = self._drained_at or anyio.current_time()
         return JobReport(
             job=self.name,
             state=self.record.state,
             consumers=tuple(self._reported),
             ends=dict(self._ends),
             window=self.record.window,
-            drain_seconds=ended - self._closed_at if self._closed_at else 0.0,
-            removal_seconds=self._gone_at - self._drained_at if self._gone_at else 0.0,
+            drain_seconds=_seconds(self._closed_at, self._drained_at),
+            removal_seconds=0.0
+            if self._gone_at is None
+            else _seconds(self._drained_at, self._gone_at),
             removed=self._removed,
             bytes_peak=self.ledger.peak,
             bytes_landed=self.bytes_landed,
@@ -346,7 +350,7 @@ class Job:
             self._consumers.discard(consumer)
             self._note(consumer.name, consumer.end, consumer.started, consumer.error)
             consumer.ended.set()
-            self._changed.set()
+            self._changed.notify()
 
     def _failed(self, consumer: Consumer, error: Exception) -> None:
         """A read that is refused because the consumer was cut is how a blocking one learns of it."""
@@ -378,7 +382,7 @@ class Job:
             OutcomeStatus.ABORTED: self._cut_or_cancelled(),
         }[status]
         self._note(f"serving {tx.id}", end, started, tx.record.cause)
-        self._changed.set()
+        self._changed.notify()
 
     def _note(
         self, name: str, end: ConsumerEnd, started: float, error: BaseException | str | None
@@ -452,7 +456,6 @@ class Job:
         self._end()
 
     async def _wait_for_change(self) -> None:
-        self._changed = anyio.Event()
         due = self.record.due if self.record.due is not None else math.inf
         if self.guard.reads:
             due = min(due, anyio.current_time() + READ_POLL_SECONDS)
@@ -460,8 +463,7 @@ class Job:
             await self._changed.wait()
 
     async def _remove(self) -> None:
-        due = self.record.due if self.record.due is not None else anyio.current_time()
-        seconds = max(0.0, due - anyio.current_time())
+        seconds = m.removal_seconds(self.ledger.used)
         self._removed = await run_in_thread(
             self._bury, seconds, limiter=self.endpoint.resources.roots
         )
@@ -511,8 +513,9 @@ class Job:
                     tx.cancel(f"job {self.name} is closing")
             case m.HandOver():
                 self._drained_at = anyio.current_time()
+                since = self._drained_at if self._closed_at is None else self._closed_at
                 for name in self.record.stuck:
-                    self._note(name, ConsumerEnd.STUCK, self._closed_at, None)
+                    self._note(name, ConsumerEnd.STUCK, since, None)
             case m.ReportRoot():
                 self._log()
             case m.BuryRoot():
@@ -623,6 +626,13 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         if len(job.failures) == 1:
             raise job.failures[0]
         raise ExceptionGroup(f"job {self._name} failed", job.failures)
+
+
+def _seconds(start: float | None, stop: float | None) -> float:
+    """From ``start`` to ``stop`` or, if that has not come, to now; 0 before the start."""
+    if start is None:
+        return 0.0
+    return (anyio.current_time() if stop is None else stop) - start
 
 
 async def _hop(limiter: anyio.CapacityLimiter, call: Callable[[], Any]) -> Any:
