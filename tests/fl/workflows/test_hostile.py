@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 FORMATS = pytest.mark.parametrize(
     "options",
-    [{"disk": True}, {"disk": False}, {"disk": False, "server_expected_format": "numpy"}],
-    ids=["disk", "memory", "numpy"],
+    [{"disk": True}, {"disk": False, "server_expected_format": "numpy"}],
+    ids=["disk", "numpy"],
 )
 
 

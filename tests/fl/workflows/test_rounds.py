@@ -33,19 +33,46 @@ async def test_a_round_begins_when_it_is_asked_for(tmp_path: Path) -> None:
         assert seen == [7, 17, 27]
 
 
-async def test_the_state_of_a_round_is_readable_until_the_next_is_asked_for(tmp_path: Path) -> None:
-    """The model of a round can be read in its turn, and is let go when the next has replaced it."""
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])
+async def test_the_model_of_a_round_is_readable_until_the_next_is_here(
+    tmp_path: Path, disk: bool
+) -> None:
+    """A model can be read until a newer one is here; the last one until the context is left."""
     async with World(tmp_path) as world:
         await world.site("site-1", plus(1.0))
-        async with world.open_job() as job, federated(2).run(job, ["site-1"]) as rounds:
+        async with world.open_job() as job, federated(2, disk=disk).run(job, ["site-1"]) as rounds:
             first = await anext(rounds)
             assert value_of(first.state) == 1.0
             second = await anext(rounds)
-            assert value_of(second.state) == 2.0
             with pytest.raises(JobClosedError):
                 first.state.tensor("layer")
+            with pytest.raises(StopAsyncIteration):
+                await anext(rounds)
+            assert value_of(second.state) == 2.0
         with pytest.raises(JobClosedError):
             second.state.tensor("layer")
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])
+async def test_the_model_of_the_round_before_a_failed_one_stands(
+    tmp_path: Path, disk: bool
+) -> None:
+    """When a round fails, the model that it was to improve can still be read, saved, or started from."""
+
+    async def train(task):
+        if task.round == 2:
+            raise RuntimeError("no GPU")
+        return await plus(3.0)(task)
+
+    async with World(tmp_path) as world:
+        await world.site("site-1", train)
+        async with world.open_job() as job:
+            async with federated(2, disk=disk).run(job, ["site-1"]) as rounds:
+                last = await anext(rounds)
+                with pytest.raises(QuorumLostError, match="previous model stands"):
+                    await anext(rounds)
+                assert value_of(last.state) == 3.0
+            assert landed_bytes(job) == 0
 
 
 async def test_a_cancelled_wait_loses_no_round(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class Round:
 
     Args:
         number: From 1.
-        state: The new global model; the workflow's: valid until the next round is asked for or the
-            iteration is left.
+        state: The new global model; the workflow's: readable until the next round is here, or the context
+            of the rounds is left. So it is when the next round fails, or there is none.
         accepted: Sites in the average, sorted.
         failed: Site to the reason why it is not.
         weights: Of the accepted sites.
@@ -68,13 +68,29 @@ class WorkflowObserver(Protocol):
 
 
 class Gate:
-    """Between a workflow and whoever iterates: one round at a time, and none before it is asked for."""
+    """Between a workflow and whoever iterates: one round at a time, and none before it is asked for.
+
+    It owns the global model, which outlives the workflow: the last one is there until the context is left.
+    """
 
     def __init__(self) -> None:
+        self.state: State | None = None
         self._ready: Round | None = None
         self._closed = False
         self._asked = anyio.Event()
         self._filled = anyio.Event()
+
+    def keep(self, state: State) -> State:
+        """Own a global model, and let go of the former."""
+        self.release()
+        self.state = state
+        return state
+
+    def release(self) -> None:
+        """Let go of the global model. Idempotent."""
+        if self.state is not None:
+            self.state.release()
+            self.state = None
 
     async def wait_asked(self) -> None:
         """Wait until the next round is asked for."""
@@ -153,6 +169,7 @@ class Rounds:
         self._consumer.cancel()
         with anyio.move_on_after(LEAVE_SECONDS, shield=True):
             await self._consumer.wait()
+            self._gate.release()
 
     async def _run(self) -> None:
         try:
@@ -164,6 +181,8 @@ class Rounds:
                 logger.warning("job %s: %s ended with: %s", self._job.name, self._name, error)
         finally:
             self._gate.close()
+            if self._left:
+                self._gate.release()
 
     def __aiter__(self) -> Self:
         return self

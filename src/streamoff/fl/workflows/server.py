@@ -100,19 +100,15 @@ class ServerRun:
     async def _rounds(self, gate: Gate) -> None:
         settings = self._settings
         await gate.wait_asked()
-        state = await self._initial()
-        try:
-            for number in range(1, settings.rounds + 1):
-                finished = await self._round(number, state)
-                state.release()
-                state = finished.state
-                if settings.to_disk:
-                    await reclaimed(self._endpoint)
-                await gate.publish(finished)
-            if settings.persistor is not None:
-                await self._maths(partial(settings.persistor.save, stop=check_cut), state)
-        finally:
-            state.release()
+        state = gate.keep(await self._initial())
+        for number in range(1, settings.rounds + 1):
+            finished = await self._round(number, state)
+            state = gate.keep(finished.state)
+            if settings.to_disk:
+                await reclaimed(self._endpoint)
+            await gate.publish(finished)
+        if settings.persistor is not None:
+            await self._maths(partial(settings.persistor.save, stop=check_cut), state)
 
     # --- one round --------------------------------------------------------------------------------
 
