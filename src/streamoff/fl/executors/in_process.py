@@ -208,11 +208,15 @@ class InProcess:
         return await pull(puller, batch.ref, context)
 
     async def _run_training(self, task: Task) -> Result:
+        made: object
         if inspect.iscoroutinefunction(self._train):
             made = await self._train(task)
         else:
-            made = await run_in_thread(self._train, task, limiter=self._limiter or _one_at_a_time())
-            if inspect.isawaitable(made):  # of an object whose __call__ is async, or a lambda
+            limiter = self._limiter or _one_at_a_time()
+            (made,) = await run_in_thread(_called, self._train, task, limiter=limiter)
+            if inspect.isawaitable(
+                made
+            ):  # of an object whose __call__ is async, or a plain function
                 made = await made
         if not isinstance(made, Result):
             raise UsageError("train() must return a Result", got=type(made).__name__)
@@ -274,6 +278,11 @@ class InProcess:
             await self._deliver(envelope)
         except StreamoffError as unsent:
             logger.warning("%s: the server was not told: %s", self._endpoint.address, unsent)
+
+
+def _called(train: Train, task: Task) -> tuple[object]:
+    """Train; what comes is wrapped because trio's threads return no coroutines."""
+    return (train(task),)
 
 
 def _one_at_a_time() -> anyio.CapacityLimiter:
