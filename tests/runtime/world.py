@@ -77,6 +77,9 @@ def pattern(start: int, stop: int) -> np.ndarray:
     return mixed.view(np.uint8)[start - 8 * first : stop - 8 * first]
 
 
+_BLOCK = 128 * 1024
+
+
 class ComputedSource:
     """A source of one tensor of bytes that is computed as it is read, in a thread: it holds no memory.
 
@@ -100,8 +103,10 @@ class ComputedSource:
             self._before_read(start)
         head = self.layout.header[start : start + len(buffer)]
         buffer[: len(head)] = head
-        at = start + len(head) - self.layout.data_start
-        buffer[len(head) :] = pattern(at, at + len(buffer) - len(head)).data
+        base = start - self.layout.data_start
+        for at in range(len(head), len(buffer), _BLOCK):  # in pieces: it is to hold no memory
+            stop = min(at + _BLOCK, len(buffer))
+            buffer[at:stop] = pattern(base + at, base + stop).data
 
     def check(self) -> None:
         pass
