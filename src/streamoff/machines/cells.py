@@ -12,11 +12,12 @@ Handlers never choose the state. Where the next state depends on data, the event
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, assert_never, cast
 
 from streamoff.errors import InvariantError, UnexpectedMessageError
+from streamoff.machines.records import replace
 
 __all__ = ["Blame", "Cell", "Go", "Ignore", "Machine", "Record", "Refuse"]
 

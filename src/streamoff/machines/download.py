@@ -6,7 +6,7 @@ acquired slot sends cancel, if both ends named that capability. The first real c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -17,6 +17,7 @@ from streamoff.errors import (
     TransferTimeoutError,
 )
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
+from streamoff.machines.records import replace
 from streamoff.types import NO_RANGES, Budgets, ByteRange, Capability, RangeSet, Ref
 
 __all__ = [

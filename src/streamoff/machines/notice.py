@@ -7,13 +7,14 @@ book: a notice interrupts matching downloads now and refuses those that start ju
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from typing import Final, NamedTuple
 
 from streamoff.errors import LimitError, UnexpectedMessageError
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
+from streamoff.machines.records import replace
 from streamoff.machines.tombstones import Tombstones
 from streamoff.types import Address, RefId
 

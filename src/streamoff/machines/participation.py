@@ -7,11 +7,12 @@ nor harms it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
+from streamoff.machines.records import replace
 
 __all__ = [
     "PARTICIPATION",

@@ -7,11 +7,12 @@ Final states absorb everything: a late request is answered, never obeyed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
+from streamoff.machines.records import replace
 from streamoff.types import (
     NO_RANGES,
     Address,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple, assert_never
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, assert_never
 from streamoff.errors import UsageError
 from streamoff.machines import serving as s
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
+from streamoff.machines.records import replace
 from streamoff.machines.serving import SERVING, Origin, Serving, ServingEffect, ServingEvent
 from streamoff.types import (
     Address,

@@ -179,6 +179,7 @@ async def pull(
         budgets=budgets,
         accept=None if context.accept is None else _typed(context.accept),
         progress=context.progress,
+        in_memory=not disk,
     )
     try:
         if job is not None:

@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import xxhash
@@ -34,6 +34,7 @@ from streamoff.machines.download import DOWNLOAD, Download, DownloadState
 from streamoff.machines.story import Story
 from streamoff.runtime.link import Inbound
 from streamoff.runtime.resources import Resources
+from streamoff.runtime.signal import Signal
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.tensors.digests import chunk_digest
@@ -59,10 +60,15 @@ __all__ = ["MIN_PULL_BYTES", "Progress", "Terms", "Transfer"]
 
 logger = logging.getLogger("streamoff.downloading")
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 MIN_PULL_BYTES: Final = 64 * 1024
 """What is pulled at once on the slowest line; a line that does not bring it within ``stall`` is no line."""
 PROBE_SECONDS: Final = 1.0
 """How often an endpoint behind a relay is asked for again while the relay cannot reach it."""
+INLINE_BYTES: Final = 64 * 1024
+"""A payload for memory up to this size is landed on the event loop: a thread hop would take longer."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
 
@@ -80,6 +86,7 @@ class Terms:
         budgets: The receiver's side counts.
         accept: Checks the layout before anything is allocated, in a worker thread; raises to refuse.
         progress: Told about landed ranges.
+        in_memory: Whether the landing only copies in memory: a small payload then needs no thread.
     """
 
     landing: Callable[[Layout], Landing]
@@ -87,6 +94,7 @@ class Terms:
     budgets: Budgets = Budgets()  # noqa: RUF009 - frozen
     accept: Callable[[Layout], object] | None = None
     progress: Progress | None = None
+    in_memory: bool = False
 
 
 class Wire:
@@ -152,10 +160,11 @@ class Transfer:
         self._theirs = theirs
         self._resources = resources
         self._wire = wire
+        self._now = timers.now
         self._timer: Timer = timers.timer(self._tick)
         self._probe: Timer = timers.timer(self._ask_again)
         self._unreachable_since: float | None = None
-        self._wake = anyio.Event()
+        self._wake = Signal()
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
         self._most = min(CHUNK_BYTES, chunk)
@@ -171,13 +180,18 @@ class Transfer:
 
     # --- for the owner ----------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Present the ticket, so that whoever gives up from now on has something to give up. Idempotent."""
+        if self.record.state is DownloadState.IDLE:
+            self._step(m.Started(self._now(), self._theirs))
+
     def cancel(self, reason: str) -> None:
         """Give up; no-op when it has ended. Never blocks."""
-        self._step(m.CancelRequested(anyio.current_time(), reason))
+        self._step(m.CancelRequested(self._now(), reason))
 
     def fail(self, error: StreamoffError) -> None:
         """The source is known to be dead."""
-        self._step(m.Noticed(anyio.current_time(), error))
+        self._step(m.Noticed(self._now(), error))
 
     def result(self) -> State:
         """The payload.
@@ -224,8 +238,7 @@ class Transfer:
             self.closed.set()
 
     async def _to_the_end(self) -> None:
-        if not self.record.ended:  # it may have been cancelled before it began
-            self._step(m.Started(anyio.current_time(), self._theirs))
+        self.begin()
         while not self.record.ended:
             await self._work()
 
@@ -235,7 +248,7 @@ class Transfer:
         """The source answered; only the first answer to an open counts."""
         if self.record.state is not DownloadState.OPENING:
             return
-        now = anyio.current_time()
+        now = self._now()
         error = self._judge(frame)
         if error is not None:
             self._step(m.LandingFailed(now, self._located(error)))
@@ -268,7 +281,7 @@ class Transfer:
             return
         self._adapt()
         self._inbox.append(inbound)
-        self._wake.set()
+        self._wake.notify()
 
     def _ask_for_less(self, inbound: Inbound) -> None:
         """The chunk took so long that its memory went to others: smaller ones are quicker."""
@@ -279,7 +292,7 @@ class Transfer:
 
     def _adapt(self) -> None:
         """Ask for less at once where a chunk takes a good part of the stall budget, for more where not."""
-        now = anyio.current_time()
+        now = self._now()
         took, self._arrived = now - self._arrived, now
         stall = self.record.budgets.stall
         if took > stall / 4:
@@ -294,23 +307,23 @@ class Transfer:
     def on_error(self, frame: Error) -> None:
         """The source refuses."""
         error = _refusal(frame.code, frame.detail)
-        self._step(m.Refused(anyio.current_time(), self._located(error)))
+        self._step(m.Refused(self._now(), self._located(error)))
 
     def on_acked(self) -> None:
         """The source knows that we have it."""
-        self._step(m.ConfirmAcked(anyio.current_time()))
+        self._step(m.ConfirmAcked(self._now()))
 
     def link_lost(self) -> None:
         """There is no way to the source any more."""
-        self._step(m.LinkLost(anyio.current_time()))
+        self._step(m.LinkLost(self._now()))
 
     def link_restored(self) -> None:
         """There is a way to the source again."""
-        self._step(m.LinkRestored(anyio.current_time()))
+        self._step(m.LinkRestored(self._now()))
 
     def unreachable(self) -> None:
         """Somebody on the way has no way on; nobody will tell when there is one, so ask again."""
-        now = anyio.current_time()
+        now = self._now()
         if self._unreachable_since is None:
             self._unreachable_since = now
         self.link_lost()
@@ -332,7 +345,7 @@ class Transfer:
         for effect in effects:
             self._carry_out(effect)
         if before.state is not after.state:
-            self._wake.set()
+            self._wake.notify()
 
     def _carry_out(self, effect: m.DownloadEffect) -> None:
         match effect:
@@ -366,7 +379,7 @@ class Transfer:
                 if effect.error is not None:
                     effect.error.story = self.story.lines()
             case m.Finalise() | m.Discard():
-                self._wake.set()  # the task does it
+                self._wake.notify()  # the task does it
 
     def _open(self) -> None:
         """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
@@ -403,7 +416,7 @@ class Transfer:
         """Ask for missing ranges up to the window; bytes asked for cost nothing until they come."""
         window = self._resources.window
         if not self._asked:
-            self._arrived = anyio.current_time()
+            self._arrived = self._now()
         for start, stop in self._ranges():
             if len(self._asked) + len(self._inbox) >= window:
                 return
@@ -438,7 +451,7 @@ class Transfer:
                 start = edge
 
     def _tick(self) -> None:
-        event = m.classify_tick(self.record, anyio.current_time())
+        event = m.classify_tick(self.record, self._now())
         if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault(event.now):
             budgets = self.record.budgets
             seconds = min(budgets.hold - self.record.held, budgets.stall, DEFAULT_LIMITS.hold)
@@ -468,10 +481,8 @@ class Transfer:
             await self._finalise()
         elif self._inbox and self.record.state in _LANDING:
             await self._land(self._inbox.popleft())
-        else:
-            self._wake = anyio.Event()
-            if not self.record.ended:
-                await self._wake.wait()
+        elif not self.record.ended:
+            await self._wake.wait()
 
     async def _land(self, inbound: Inbound) -> None:
         chunk = inbound.frame
@@ -480,13 +491,13 @@ class Transfer:
         try:
             event = await self._landed(chunk)
         except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
-            event = m.LandingFailed(anyio.current_time(), self._landing_error(error))
+            event = m.LandingFailed(self._now(), self._landing_error(error))
         finally:
             self._landing_now = None
             inbound.release()
         self._step(event)
         if isinstance(event, m.Planned) and not self.record.missing and not self.record.ended:
-            self._step(m.LandedAll(anyio.current_time(), ByteRange(0, 0)))
+            self._step(m.LandedAll(self._now(), ByteRange(0, 0)))
         if not isinstance(event, m.LandingFailed):
             self._tell_progress()
 
@@ -498,20 +509,19 @@ class Transfer:
         except Exception:
             logger.exception("a progress callback failed")
 
+    async def _off_loop(self, fn: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
+        """Call what blocks in a landing thread; what is over sooner than a hop takes, here."""
+        if self.terms.in_memory and self.ref.size <= INLINE_BYTES:
+            await anyio.lowlevel.checkpoint()
+            return fn(*args)
+        return await run_in_thread(fn, *args, limiter=self._resources.landing)
+
     async def _landed(self, chunk: Chunk) -> m.DownloadEvent:
         if self._layout is None:
             return await self._head(chunk)
         assert self._landing is not None
-        await run_in_thread(
-            self._landing.write,
-            chunk.start,
-            chunk.body,
-            chunk.digest,
-            limiter=self._resources.landing,
-        )
-        return m.classify_landed(
-            self.record, anyio.current_time(), ByteRange(chunk.start, chunk.stop)
-        )
+        await self._off_loop(self._landing.write, chunk.start, chunk.body, chunk.digest)
+        return m.classify_landed(self.record, self._now(), ByteRange(chunk.start, chunk.stop))
 
     async def _head(self, chunk: Chunk) -> m.DownloadEvent:
         """The first bytes: with the whole header, plan; else keep them and go on."""
@@ -523,17 +533,17 @@ class Transfer:
         if self.record.landed.add(landed).nbytes < size:
             if chunk_digest(chunk.body) != chunk.digest:
                 raise IntegrityError("chunk damaged on the way", start=chunk.start, stop=chunk.stop)
-            return m.LandedMore(anyio.current_time(), landed)
+            return m.LandedMore(self._now(), landed)
         header = bytes(self._header)
         self._header = None
         if xxhash.xxh3_128_digest(header) != self._header_digest:
             raise IntegrityError("the header is not the one that was announced")
-        ranges = await run_in_thread(self._plan, header, chunk, limiter=self._resources.landing)
+        ranges = await self._off_loop(self._plan, header, chunk)
         head = ByteRange(0, size)
         done = RangeSet((head,))
         if chunk.stop > size:
             done = done.add(ByteRange(chunk.start, chunk.stop))
-        return m.Planned(anyio.current_time(), ranges.add(head), done)
+        return m.Planned(self._now(), ranges.add(head), done)
 
     def _plan(self, header: bytes, chunk: Chunk) -> RangeSet:
         """Check the header, make a place, and land what came along with it; in a worker thread."""
@@ -541,7 +551,7 @@ class Transfer:
         if self.terms.accept is not None:
             self.terms.accept(layout)
         names = self.terms.names
-        unknown = [] if names is None else [name for name in names if name not in layout.names]
+        unknown = [] if names is None else sorted(set(names).difference(layout.names))
         if unknown:
             raise UsageError("tensors that the payload does not have", got=unknown[:8])
         landing = self.terms.landing(layout)
@@ -560,13 +570,11 @@ class Transfer:
         try:
             if self._state is None:
                 assert self._landing is not None
-                self._state = await run_in_thread(
-                    self._landing.finish, limiter=self._resources.landing
-                )
+                self._state = await self._off_loop(self._landing.finish)
         except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
-            self._step(m.LandingFailed(anyio.current_time(), self._landing_error(error)))
+            self._step(m.LandingFailed(self._now(), self._landing_error(error)))
         else:
-            self._step(m.Finalised(anyio.current_time()))
+            self._step(m.Finalised(self._now()))
 
     async def _clean_up(self) -> None:
         while self._inbox:
@@ -579,7 +587,7 @@ class Transfer:
             self.release()
         elif landing is not None:
             try:
-                await run_in_thread(landing.discard, limiter=self._resources.landing)
+                await self._off_loop(landing.discard)
             except Exception:
                 logger.exception("what %s left cannot be discarded", self.ref.id)
 

@@ -285,6 +285,7 @@ class BaseEndpoint:
                 await driver.flush()
         for driver in tuple(self._links.values()):
             driver.lose(LinkLostError(why))
+        self.notifier.close()
         self._own.cancel()
 
     def _unlisten(self) -> None:
@@ -746,6 +747,7 @@ class BaseEndpoint:
         """
         (spawn or self._tasks.start_soon)(self._run_transfer, transfer)
         self._transfers.add(transfer)
+        transfer.begin()
         try:
             await transfer.closed.wait()
         except BaseException:

@@ -23,6 +23,7 @@ from streamoff.errors import (
     UnexpectedMessageError,
 )
 from streamoff.runtime.pool import Buffer
+from streamoff.runtime.signal import Signal
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.types import MIB, Address
 from streamoff.wire.frames import Frame, Hello, Message, Ping
@@ -188,9 +189,11 @@ class LinkDriver:
         self._control_bytes = 0
         self._bulk: deque[Deferred] = deque()
         self._sending = False
-        self._wake = anyio.Event()
-        self._idle = anyio.Event()
-        self._heard = anyio.current_time()
+        self._mute = False
+        self._wake = Signal()
+        self._idle = Signal()
+        self._now = timers.now
+        self._heard = self._now()
         self._received = link.received
         self._pings = 0
         self._scope = anyio.CancelScope(shield=True)
@@ -218,7 +221,7 @@ class LinkDriver:
 
     def send_nowait(self, frame: Frame) -> None:
         """Queue a control frame; a link that is gone loses it silently, like a wire."""
-        if self.cause is not None:
+        if self.cause is not None or self._mute:
             return
         if len(self._control) >= MAX_CONTROL:
             self.lose(
@@ -229,15 +232,15 @@ class LinkDriver:
             return
         self._control.append(frame)
         self._control_bytes += _body_bytes(frame)
-        self._wake.set()
+        self._wake.notify()
 
     def serve_nowait(self, item: Deferred) -> None:
         """Queue a chunk."""
-        if self.cause is not None:
+        if self.cause is not None or self._mute:
             item.drop()
             return
         self._bulk.append(item)
-        self._wake.set()
+        self._wake.notify()
 
     def lose(self, cause: StreamoffError) -> None:
         """End the link; the first cause stands."""
@@ -251,19 +254,16 @@ class LinkDriver:
         Returns:
             Why it ended.
         """
-        self._keepalive.at(anyio.current_time() + KEEPALIVE_SECONDS)
+        self._keepalive.at(self._now() + KEEPALIVE_SECONDS)
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._guarded, self._write)
+                    tasks.start_soon(self._guarded, self._write_out)
                     tasks.start_soon(self._guarded, self._read)
         finally:
             self._keepalive.cancel()
-            while self._bulk:
-                self._bulk.popleft().drop()
-            self._control.clear()
-            self._idle.set()
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1.0):
+            self._drop_queues()
+            with anyio.CancelScope(shield=True, deadline=self._now() + 1.0):
                 await self.link.aclose()
         return self.cause or LinkLostError("the link ended", peer=self.peer)
 
@@ -284,6 +284,14 @@ class LinkDriver:
         while self.backlog and self.cause is None:
             await self._idle.wait()
 
+    def _drop_queues(self) -> None:
+        while self._bulk:
+            self._bulk.popleft().drop()
+        self._control.clear()
+        self._control_bytes = 0
+        self._sending = False
+        self._idle.notify()
+
     def _take_control(self) -> Iterator[Frame]:
         while self._control:
             yield self._next_control()
@@ -293,6 +301,14 @@ class LinkDriver:
         self._control_bytes -= _body_bytes(frame)
         return frame
 
+    async def _write_out(self) -> None:
+        """Write until nobody takes it; the peer's last words are still read: the reader ends the link."""
+        try:
+            await self._write()
+        except LinkLostError:
+            self._mute = True
+            self._drop_queues()
+
     async def _write(self) -> None:
         while True:
             self._sending = True
@@ -300,15 +316,13 @@ class LinkDriver:
                 item = self._next_control() if self._control else self._bulk.popleft()
                 await self.link.send(item, self._take_control)
             self._sending = False
-            idle, self._idle = self._idle, anyio.Event()
-            idle.set()
-            self._wake = anyio.Event()
+            self._idle.notify()
             await self._wake.wait()
 
     async def _read(self) -> None:
         while True:
             inbound = await self.link.receive()
-            self._heard = anyio.current_time()
+            self._heard = self._now()
             frame = inbound.frame
             match frame:
                 case Ping(reply=False):
@@ -321,7 +335,7 @@ class LinkDriver:
                     self._dispatch(self, inbound)
 
     def _beat(self) -> None:
-        now = anyio.current_time()
+        now = self._now()
         received = self.link.received
         if self.link.held_up or received != self._received:
             # what the peer says waits for us, or is a frame that takes its time

@@ -18,6 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError, StreamoffError, UnreachableError, UsageError
+from streamoff.runtime.signal import Signal
 from streamoff.tensors.views import nbytes
 from streamoff.types import MIB, Address
 from streamoff.wire.codec import encode
@@ -96,7 +97,7 @@ class Subscription:
         self.nbytes = 0
         self._close = close
         self._queue: deque[Parcel] = deque()
-        self._changed = anyio.Event()
+        self._changed = Signal()
         self._open = True
 
     def put(self, parcel: Parcel) -> bool:
@@ -105,12 +106,8 @@ class Subscription:
             return False
         self._queue.append(parcel)
         self.nbytes += nbytes(parcel.body)
-        self._notify()
+        self._changed.notify()
         return True
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -134,7 +131,7 @@ class Subscription:
         if self._open:
             self._open = False
             self._close(self)
-            self._notify()
+            self._changed.notify()
 
 
 @dataclass(slots=True)

@@ -88,10 +88,11 @@ class Notifier:
             raise UsageError(
                 "not mine to declare dead", expected=f"{self.address} or below it", got=source
             )
+        targets = tuple(dict.fromkeys(receivers))
         tellings = [
             self._telling(receiver, source, batch, reason)
             for batch in m.split(refs)
-            for receiver in dict.fromkeys(receivers)
+            for receiver in targets
         ]
         self._under_way |= {telling.frame.id: telling for telling in tellings}
         try:
@@ -130,6 +131,12 @@ class Notifier:
             reason=clip(reason, REASON_CHARACTERS),
         )
         return _Telling(self, frame, self._timers)
+
+    def close(self) -> None:
+        """Wait for nobody any more: who has not answered is reported as not told."""
+        for telling in tuple(self._under_way.values()):
+            if not telling.done.is_set():
+                telling.step(m.TotalExpired(anyio.current_time()))
 
     def on_acked(self, sender: Address, notice: int) -> None:
         """A receiver knows."""

@@ -261,6 +261,7 @@ class Publisher:
         self.address = address
         self._capabilities = capabilities
         self._timers = timers
+        self._now = timers.now
         self._send = send
         self._serve = serve
         self._resources = resources
@@ -299,7 +300,7 @@ class Publisher:
         if self._closed:
             raise UsageError("the endpoint is closing", got=self.address)
         offered = {f"r{secrets.token_hex(8)}": source for source in sources}
-        now = anyio.current_time()
+        now = self._now()
         record = m.begin(
             id=f"t{secrets.token_hex(8)}",
             now=now,
@@ -309,7 +310,7 @@ class Publisher:
             min_receivers=min_receivers,
         )
         tx = Transaction(self, record, offered, on_settled)
-        tx.timer = self._timers.timer(lambda: self._step(tx, m.Ticked(anyio.current_time())))
+        tx.timer = self._timers.timer(lambda: self._step(tx, m.Ticked(self._now())))
         tx.timer.at(m.next_tick(record))
         self._live.update(dict.fromkeys(offered, tx))
         return tx
@@ -322,12 +323,12 @@ class Publisher:
 
     def abort(self, tx: Transaction, reason: str) -> None:
         """End a transaction; no-op when it has settled."""
-        self._step(tx, m.Aborted(anyio.current_time(), reason))
+        self._step(tx, m.Aborted(self._now(), reason))
 
     def decline(self, tx: Transaction, slot: int, reason: str) -> None:
         """Fail one slot."""
         address = tx.record.slots[slot].address or self.address
-        self._step(tx, m.CancelRequested(anyio.current_time(), slot, address, clip(reason)))
+        self._step(tx, m.CancelRequested(self._now(), slot, address, clip(reason)))
 
     def peer_restarted(self, address: Address) -> None:
         """A new instance of an address is there: end the slots of the old one."""
@@ -378,7 +379,7 @@ class Publisher:
                 return
             self._bind(tx, origin, slot, frame.ref)
         event = m.OpenRequested(
-            anyio.current_time(),
+            self._now(),
             slot,
             frame.ref,
             origin,
@@ -403,14 +404,14 @@ class Publisher:
             self._refuse(frame, frame.stream, ErrorCode.LIMIT, f"more than {MAX_PULLS} pulls")
             return
         asked = ByteRange(frame.start, frame.stop)
-        self._step(tx, m.PullRequested(anyio.current_time(), slot, ref, origin, asked))
+        self._step(tx, m.PullRequested(self._now(), slot, ref, origin, asked))
 
     def on_hold(self, frame: Hold) -> None:
         """A bound receiver waits for itself."""
         found = self._stream(frame, frame.stream)
         if found is not None:
             tx, _, slot, ref = found
-            self._step(tx, m.HoldRequested(anyio.current_time(), slot, ref, frame.seconds))
+            self._step(tx, m.HoldRequested(self._now(), slot, ref, frame.seconds))
 
     def on_confirm(self, frame: Confirm) -> None:
         """A receiver's last word; answered also when the transaction has settled."""
@@ -421,7 +422,7 @@ class Publisher:
             return
         origin = s.Origin(frame.sender, frame.stream)
         event = m.ConfirmRequested(
-            anyio.current_time(), slot, frame.ref, origin, frame.ok, frame.nonce, frame.reason
+            self._now(), slot, frame.ref, origin, frame.ok, frame.nonce, frame.reason
         )
         self._step(tx, event)
 
@@ -430,7 +431,7 @@ class Publisher:
         tx = self._find(frame.ref)
         slot = None if tx is None else m.admit(tx.record, frame.ticket, frame.sender)
         if tx is not None and slot is not None:
-            now = anyio.current_time()
+            now = self._now()
             self._step(tx, m.CancelRequested(now, slot, frame.sender, frame.reason))
 
     # --- chunks -----------------------------------------------------------------------------------
@@ -460,7 +461,7 @@ class Publisher:
         """A queued range left its queue."""
         if served:
             self._bytes_served += effect.range.nbytes
-        now = anyio.current_time()
+        now = self._now()
         self._step(tx, m.RangeEnded(now, slot, effect.ref, effect.range, served))
 
     def source_failed(self, tx: Transaction, error: Exception) -> None:
@@ -473,7 +474,7 @@ class Publisher:
     # --- the shell --------------------------------------------------------------------------------
 
     def _find(self, ref: RefId) -> Transaction | None:
-        return self._live.get(ref) or self._buried.get(anyio.current_time(), ref)
+        return self._live.get(ref) or self._buried.get(self._now(), ref)
 
     def _bind(self, tx: Transaction, origin: s.Origin, slot: int, ref: RefId) -> None:
         """Note the stream; an older one of the same slot and ref is void, with all it has queued."""
@@ -630,7 +631,7 @@ class Publisher:
         self._ends[outcome.status] += 1
         for origin in tuple(tx.streams):
             self._unbind(tx, origin)
-        now = anyio.current_time()
+        now = self._now()
         for ref in tx.record.refs:
             self._live.pop(ref, None)
             self._remembered += len(tx.record.slots)

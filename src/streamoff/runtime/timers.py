@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
 import math
+import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Final
 
 import anyio
 
-__all__ = ["Timer", "Timers"]
+from streamoff.runtime.signal import Signal
+
+__all__ = ["Timer", "Timers", "loop_clock"]
 
 logger = logging.getLogger("streamoff.timers")
 
 STALE_ENTRIES: Final = 64
 """Heap entries of timers that are gone that are not worth sweeping."""
+
+
+def loop_clock() -> Callable[[], float]:
+    """The clock of the running event loop, to be asked often: ``anyio.current_time`` without the search.
+
+    Returns:
+        A function for monotonic seconds, valid in this loop only.
+    """
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        clock: Callable[[], float] = trio.current_time
+        return clock
+    return asyncio.get_running_loop().time
 
 
 def _nothing() -> None:
@@ -64,7 +81,8 @@ class Timers:
         self._heap: list[tuple[float, int, Timer]] = []
         self._stale = 0
         self._order = count(1)
-        self._moved = anyio.Event()
+        self._moved = Signal()
+        self.now: Final = loop_clock()
 
     def timer(self, callback: Callable[[], None]) -> Timer:
         """A new timer, switched off; ``callback`` must not block and should not raise."""
@@ -78,7 +96,7 @@ class Timers:
         if was_queued:
             self._left_stale()
         if timer.due < first:
-            self._moved.set()
+            self._moved.notify()
 
     def _left_stale(self) -> None:
         self._stale += 1
@@ -93,8 +111,7 @@ class Timers:
     async def run(self) -> None:
         """Fire timers until cancelled."""
         while True:
-            self._fire(anyio.current_time())
-            self._moved = anyio.Event()
+            self._fire(self.now())
             due = self._heap[0][0] if self._heap else math.inf
             with anyio.CancelScope(deadline=due):
                 await self._moved.wait()

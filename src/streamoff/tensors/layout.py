@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
 
 from streamoff.errors import HeaderError, LimitError, UsageError
 from streamoff.tensors.dtypes import ITEMSIZE, itemsize
@@ -251,8 +252,25 @@ def parse(
         HeaderError: Not a header, or one whose tensors do not fill the data section exactly.
         LimitError: A header above a limit.
 
+    Equal headers give one layout as long as somebody keeps it: a thousand sites with one model share it.
     A header of 20 MiB holds the GIL for half a second: parse large ones in a thread.
     """
+    layout = _KNOWN.get(header) if limits is DEFAULT_LIMITS else None
+    if layout is None:
+        layout = _parse(header, limits)
+        if limits is DEFAULT_LIMITS:
+            layout = _KNOWN.setdefault(header, layout)
+    if size is not None and layout.size != size:
+        what = "tensors reach past the end" if layout.size > size else "trailing bytes"
+        raise HeaderError(what, expected=layout.size, got=size)
+    return layout
+
+
+_KNOWN: Final[WeakValueDictionary[bytes, Layout]] = WeakValueDictionary()
+"""Layouts that somebody holds, by their header, as checked against the default limits."""
+
+
+def _parse(header: bytes, limits: HeaderLimits) -> Layout:
     length = header_length(header[:8], limits)
     if len(header) != 8 + length:
         raise HeaderError("header length", expected=8 + length, got=len(header))
@@ -270,9 +288,6 @@ def parse(
             raise HeaderError(what, expected=at, got=spec.start, tensor=spec.name)
         at = spec.stop
     layout = Layout(header, tuple(specs), metadata)
-    if size is not None and layout.size != size:
-        what = "tensors reach past the end" if layout.size > size else "trailing bytes"
-        raise HeaderError(what, expected=layout.size, got=size)
     len(layout.aliases)  # a malformed alias is refused here, not where it is used
     return layout
 

@@ -18,6 +18,7 @@ import anyio.lowlevel
 
 from streamoff.errors import LinkLostError, UnreachableError, UsageError
 from streamoff.runtime.link import Deferred, Inbound, Listener, Outbound, Urgent
+from streamoff.runtime.signal import Signal
 from streamoff.types import Address
 from streamoff.wire.codec import Encoded, decode, encode
 from streamoff.wire.frames import Frame
@@ -98,12 +99,8 @@ class _Pipe:
         self.rendering = False
         self._cut = False
         self._parcels: deque[_Parcel] = deque()
-        self._moved = anyio.Event()
-        conditions.watch(self._notify)
-
-    def _notify(self) -> None:
-        moved, self._moved = self._moved, anyio.Event()
-        moved.set()
+        self._moved = Signal()
+        conditions.watch(self._moved.notify)
 
     @property
     def _silent(self) -> bool:
@@ -122,8 +119,8 @@ class _Pipe:
                 else:
                     _drop(parcel.item)
         else:  # both ends have closed: nobody is left who would look
-            self.conditions.unwatch(self._notify)
-        self._notify()
+            self.conditions.unwatch(self._moved.notify)
+        self._moved.notify()
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Pace the item over the wire, then queue it; control frames overtake between pieces."""
@@ -157,15 +154,16 @@ class _Pipe:
 
     def _put(self, item: Outbound) -> None:
         parcel = encode(item) if isinstance(item, Frame) else item
-        self._parcels.append(_Parcel(anyio.current_time() + self.conditions.latency, parcel))
-        self._notify()
+        latency = self.conditions.latency
+        self._parcels.append(_Parcel(anyio.current_time() + latency if latency else 0.0, parcel))
+        self._moved.notify()
 
     async def receive(self) -> Inbound:
         """Take the next parcel when it is due and the direction is not partitioned."""
         while True:
             await self._wait_due()
             item = self._parcels.popleft().item
-            self._notify()
+            self._moved.notify()
             if isinstance(item, Encoded):
                 return Inbound(decode(item.head, item.body))
             assert not isinstance(item, Frame)
@@ -189,8 +187,8 @@ class _Pipe:
                 raise self.ended
             elif not self._parcels:
                 await self._moved.wait()
-            elif (wait := self._parcels[0].due - anyio.current_time()) > 0:
-                with anyio.move_on_after(wait):
+            elif (due := self._parcels[0].due) and due > anyio.current_time():
+                with anyio.CancelScope(deadline=due):
                     await self._moved.wait()
             else:
                 return
