@@ -36,6 +36,7 @@ from streamoff.scratch.directory import RamBacked, RootDirectory
 from streamoff.scratch.janitor import JANITOR
 from streamoff.scratch.lease import TOUCH_EVERY
 from streamoff.scratch.ledger import Ledger
+from streamoff.scratch.reaper import reclaim
 from streamoff.scratch.space import free_space
 from streamoff.tensors.landing import DiskLanding
 from streamoff.tensors.layout import Layout, subset
@@ -58,6 +59,9 @@ logger = logging.getLogger("streamoff.jobs")
 DRAIN_WINDOW_SECONDS: Final = 5.0
 MAX_REPORTED: Final = 256
 """Consumers that a report names; the others are counted."""
+REAP_SECONDS: Final = 600.0
+"""How often a scratch directory is searched for dead roots, at most."""
+MAX_REAPED: Final = 16
 READ_POLL_SECONDS: Final = 0.01
 """While only reads in foreign threads are left, how often they are looked at."""
 
@@ -412,6 +416,7 @@ class Job:
                     self.endpoint.jobs.add(self)
                     lease = anyio.CancelScope()
                     nursery.start_soon(self._keep_lease, lease)
+                    nursery.start_soon(self._reap)
                     task_status.started()
                     await self._closing.wait()
                     await self._drain()
@@ -435,6 +440,23 @@ class Job:
                     await run_in_thread(self._root.touch, limiter=self.endpoint.resources.roots)
                 except OSError as error:
                     logger.warning("job %s: its lease cannot be touched: %s", self.name, error)
+
+    async def _reap(self) -> None:
+        """Remove what crashed owners left beside this root; once in a while, and never a live one."""
+        base, now = self._root.path.parent, anyio.current_time()
+        reaped = self.endpoint.resources.reaped
+        if now - reaped.get(base, -math.inf) < REAP_SECONDS:
+            return
+        while len(reaped) >= MAX_REAPED:
+            del reaped[next(iter(reaped))]
+        reaped[base] = now
+        try:
+            report = await run_in_thread(reclaim, base)
+        except (StreamoffError, OSError) as error:
+            logger.warning("%s cannot be searched for dead job roots: %s", base, error)
+            return
+        if report.removed:
+            logger.info("%s: removed %d dead job roots", base, len(report.removed))
 
     async def _drain(self) -> None:
         self._closed_at = anyio.current_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -59,6 +60,8 @@ class Resources:
     )
     maths: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     active: int = 0
+    reaped: dict[Path, float] = field(default_factory=dict)
+    """Scratch directories that were searched for dead roots, and when; at most 16."""
 
     @staticmethod
     def current() -> Resources:
