@@ -25,6 +25,10 @@ anyio.run(main)
 """
 
 
+def listed(path: Path) -> list[str]:
+    return [item.name for item in path.iterdir()]
+
+
 @pytest.mark.real_time
 async def test_the_next_job_reclaims_what_a_killed_owner_left(tmp_path: Path):
     """A root whose owner was killed is removed while a live one beside it stays."""
@@ -34,12 +38,12 @@ async def test_the_next_job_reclaims_what_a_killed_owner_left(tmp_path: Path):
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"up\n"
         owner.kill()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(listed(tmp_path)) == 1
     async with (
         BaseEndpoint("next") as endpoint,
         open_job("live", endpoint, scratch=tmp_path) as job,
     ):
         with anyio.fail_after(30):
-            while [path.name for path in tmp_path.iterdir()] != [job.path.name]:
+            while listed(tmp_path) != [job.path.name]:  # noqa: ASYNC110 - another thread removes it
                 await anyio.sleep(0.01)
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []

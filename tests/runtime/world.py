@@ -289,6 +289,8 @@ async def world(
             end = BaseEndpoint(f"site-{number}", transports=[network], seed=number)
             ends.append(await stack.enter_async_context(end))
             await end.connect("server")
+        while hub.statistics().links < sites:  # noqa: ASYNC110 - a counter
+            await anyio.sleep(0)
         yield World(network, hub, ends)
 
 

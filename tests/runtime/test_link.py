@@ -1,0 +1,266 @@
+"""One link: what is queued is sent or dropped, exactly once; what is begun goes on; a defect costs one link."""
+
+import logging
+import secrets
+from functools import partial
+
+import anyio
+import pytest
+
+from streamoff.errors import LimitError, LinkLostError
+from streamoff.runtime.endpoint import BaseEndpoint
+from streamoff.runtime.link import MAX_CONTROL, Inbound, LinkDriver
+from streamoff.transports.memory import MemoryNetwork
+from streamoff.types import MIB, Address, OutcomeStatus, Slot
+from streamoff.wire.frames import Cancel, Chunk, Hold, Ping
+
+from .world import (
+    Attempt,
+    ComputedSource,
+    Gate,
+    assert_pattern,
+    digest,
+    memory,
+    puppet,
+    settled_tasks,
+    tasks,
+    world,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Parcel:
+    """A chunk that counts what became of it."""
+
+    def __init__(self, to: str, sender: str, nbytes: int = 1000, gate: Gate | None = None) -> None:
+        self.ends: list[str] = []
+        self.released = 0
+        self.nbytes = nbytes
+        self._route = {"to": Address(to), "sender": Address(sender)}
+        self._gate = gate
+
+    def drop(self) -> None:
+        self.ends.append("dropped")
+
+    async def render(self) -> Inbound:
+        if self._gate is not None:
+            await self._gate._stand()
+        self.ends.append("rendered")
+        data = bytes(self.nbytes)
+        chunk = Chunk(
+            **self._route,
+            stream=1,
+            start=0,
+            stop=self.nbytes,
+            digest=digest(data),
+            body=(memoryview(data),),
+        )
+        return Inbound(chunk, self._release)
+
+    def _release(self) -> None:
+        self.released += 1
+
+
+def driver(of: BaseEndpoint, to: str) -> LinkDriver:
+    """The live link of an endpoint."""
+    return of._links[Address(to)]
+
+
+@pytest.mark.parametrize("end", ["served", "lost", "cut", "partition", "closed by the peer"])
+async def test_every_queued_chunk_is_rendered_or_dropped_exactly_once(end):
+    """Whatever happens to a link with a hundred chunks queued, each is rendered or dropped, and released if rendered."""
+    network = MemoryNetwork(bandwidth=100_000)
+    async with world(network=network) as w:
+        link = driver(w.site, "server")
+        parcels = [Parcel("server", "site-1") for _ in range(100)]
+        for parcel in parcels:
+            link.serve_nowait(parcel)
+        await anyio.sleep(0.305)
+        match end:
+            case "lost":
+                link.lose(LinkLostError("for a test"))
+            case "cut":
+                network.cut("server", "site-1")
+            case "partition":
+                network.partition("server", "site-1")
+                await anyio.sleep(60)
+                network.heal("server", "site-1")
+            case "closed by the peer":
+                driver(w.server, "site-1").lose(LinkLostError("for a test"))
+            case _:
+                pass
+        await anyio.sleep(60)
+        for parcel in parcels:
+            assert len(parcel.ends) == 1
+            assert parcel.released == parcel.ends.count("rendered")
+        if end == "served":
+            assert {parcel.ends[0] for parcel in parcels} == {"rendered"}
+        else:
+            assert {parcel.ends[0] for parcel in parcels} == {"rendered", "dropped"}
+        late = Parcel("server", "site-1")
+        link.serve_nowait(late)
+        await anyio.sleep(1)
+        assert len(late.ends) == 1
+
+
+async def test_a_chunk_that_is_being_fetched_when_the_link_goes_is_released():
+    """A chunk whose bytes come after its link has gone is not delivered, and its memory goes back."""
+    gate = Gate()
+    async with world() as w, tasks(gate):
+        parcel = Parcel("server", "site-1", gate=gate)
+        driver(w.site, "server").serve_nowait(parcel)
+        await gate.reached()
+        w.network.cut("server", "site-1")
+        await anyio.sleep(1)
+        assert parcel.ends == []
+        gate.open()
+        await settled_tasks()
+        assert parcel.ends == ["rendered"]
+        assert parcel.released == 1
+        w.network.mend("server", "site-1")
+
+
+async def test_flushing_waits_for_what_is_being_sent():
+    """A flush is over when the transport has taken the last frame, also the one that is under way; many may wait."""
+    network = MemoryNetwork(bandwidth=MIB)
+    async with world(network=network) as w:
+        link = driver(w.site, "server")
+        link.serve_nowait(Parcel("server", "site-1", 2 * MIB))
+        ends: list[float] = []
+
+        async def flush() -> None:
+            await link.flush()
+            ends.append(anyio.current_time())
+
+        async with tasks() as group:
+            group.start_soon(flush)
+            await anyio.sleep(0.5)
+            group.start_soon(flush)
+        assert ends == [2, 2]
+        await link.flush()
+
+
+async def test_a_flush_ends_with_the_link():
+    """Nobody waits for a link that is gone."""
+    network = MemoryNetwork(bandwidth=1000)
+    async with world(network=network) as w:
+        link = driver(w.site, "server")
+        link.serve_nowait(Parcel("server", "site-1", 2 * MIB))
+        async with tasks() as group:
+            group.start_soon(link.flush)
+            await anyio.sleep(3)
+            network.cut("server", "site-1")
+        assert anyio.current_time() == 3
+
+
+async def test_last_words_are_heard():
+    """What a peer sent before it closed is taken, even when sending to it fails at once."""
+    network = MemoryNetwork(latency=3, bandwidth=MIB)
+    async with BaseEndpoint("site-1", transports=[network]) as site, tasks() as group:
+        tx = site.publish([ComputedSource(50 * MIB)], [Slot(secrets.token_bytes(16))])
+        async with BaseEndpoint("server", transports=[network]) as server:
+            await site.connect("server")
+            await settled_tasks()
+            attempt = Attempt()
+            transfer = server.transfer(tx.refs(0)[0], memory())
+            group.start_soon(attempt.run, partial(server.run_transfer, transfer))
+            await anyio.sleep(20)
+            left_at = anyio.current_time()
+        outcome = await tx.wait()
+        assert outcome.reason == "receiver_failed"
+        assert outcome.settled_at == left_at + 3
+        await anyio.sleep(1)
+        assert site.statistics().links == 0
+
+
+async def test_a_peer_that_reads_nothing_loses_the_link():
+    """Control frames that nobody takes are bounded: the link is lost, with a word why."""
+    async with world() as w:
+        w.network.partition("server", "site-1")
+        link = driver(w.server, "site-1")
+        for number in range(MAX_CONTROL + 200):
+            link.send_nowait(Ping(id=number, reply=True))
+            if number % 64 == 0:
+                await anyio.lowlevel.checkpoint()
+        assert isinstance(link.cause, LimitError)
+        assert "reads nothing" in str(link.cause)
+        await settled_tasks()
+        assert w.server.statistics().links == 0
+        link.send_nowait(Ping(id=1, reply=True))
+        assert link.backlog == 0
+        w.network.heal("server", "site-1")
+
+
+async def test_a_second_hello_is_nonsense():
+    """A peer that greets twice loses its link."""
+    async with world(sites=0) as w, puppet(w.network) as site:
+        assert site.hello is not None
+        from streamoff.wire.frames import Hello
+        from streamoff.wire.limits import LinkLimits
+
+        await site.send(
+            Hello(
+                address=site.address,
+                instance=bytes(16),
+                capabilities=frozenset(),
+                limits=LinkLimits(),
+            )
+        )
+        await settled_tasks()
+        assert site.lost is not None
+
+
+async def test_pings_are_answered():
+    """A ping comes back with its number."""
+    async with world(sites=0) as w:
+        link = await w.network.dial(Address("x"), Address("server"))
+        from .world import Puppet
+
+        site = Puppet("x", link)
+        await site.greet()
+        await site.send(Ping(id=42, reply=False))
+        assert (await link.receive()).frame == Ping(id=42, reply=True)
+        await link.aclose()
+
+
+class Clumsy(BaseEndpoint):
+    """An endpoint with a defect."""
+
+    def _handle(self, driver, frame, inbound):
+        if isinstance(frame, Hold):
+            raise ZeroDivisionError("a defect")
+        super()._handle(driver, frame, inbound)
+
+
+async def test_a_defect_costs_one_link_and_not_the_endpoint(caplog):
+    """An unforeseen error over a frame is logged and ends its link; other links and downloads go on."""
+    network = MemoryNetwork()
+    async with (
+        Clumsy("server", transports=[network]) as server,
+        BaseEndpoint("site-1", transports=[network]) as site,
+        puppet(network, "odd") as odd,
+    ):
+        await site.connect("server")
+        with caplog.at_level(logging.ERROR, "streamoff.link"):
+            await odd.send(Hold(**odd.route(), stream=1, seconds=1.0))
+            await settled_tasks()
+        assert odd.lost is not None
+        assert "a defect ends the link to odd" in caplog.text
+        tx = site.publish([ComputedSource(MIB)], [Slot(secrets.token_bytes(16))])
+        state = await server.run_transfer(server.transfer(tx.refs(0)[0], memory()))
+        assert_pattern(state)
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+
+
+async def test_frames_for_nobody_are_answered():
+    """A frame for an address that cannot be reached is answered as unreachable, and costs no link."""
+    from streamoff.wire.frames import FrameType, Unreachable
+
+    async with world(sites=0) as w, puppet(w.network) as site:
+        await site.send(
+            Cancel(to=Address("nowhere"), sender=site.address, stream=5, ref="r", ticket=bytes(16))
+        )
+        answer = await site.next(Unreachable)
+        assert (answer.address, answer.about, answer.of) == ("nowhere", 5, FrameType.CANCEL)
+        assert site.lost is None
