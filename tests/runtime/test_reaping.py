@@ -26,6 +26,7 @@ anyio.run(main)
 
 
 def listed(path: Path) -> list[str]:
+    """Names in a directory."""
     return [item.name for item in path.iterdir()]
 
 
