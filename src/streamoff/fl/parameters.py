@@ -14,6 +14,7 @@ from streamoff.errors import (
     UnsupportedTensorError,
     UsageError,
 )
+from streamoff.fl.aggregation.buffers import reserve
 from streamoff.fl.aggregation.engine import NewWriter, Stop, never_stop
 from streamoff.payload.leaves import Batch, TensorRef
 from streamoff.tensors.layout import Layout, plan
@@ -80,7 +81,7 @@ def copy_state(state: State, new_writer: NewWriter, stop: Stop = never_stop) -> 
     """
     layout = state.layout
     writer = new_writer(layout)
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, layout.data_nbytes)))
+    buffer = reserve(min(CHUNK_BYTES, layout.data_nbytes)).data
     try:
         for start in range(0, layout.data_nbytes, CHUNK_BYTES):
             stop()

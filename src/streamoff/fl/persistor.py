@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from streamoff.errors import UsageError
+from streamoff.fl.aggregation.buffers import reserve
 from streamoff.fl.aggregation.engine import Stop, never_stop
 from streamoff.tensors.layout import Layout
 from streamoff.tensors.lazy import LazyStateDict, open_state
@@ -78,7 +79,7 @@ class FilePersistor:
         state = model if isinstance(model, State) else _concrete(model)
         layout = state.layout
         writer = self.new_writer(layout)
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, layout.data_nbytes)))
+        buffer = reserve(min(CHUNK_BYTES, layout.data_nbytes)).data
         try:
             for start in range(0, layout.data_nbytes, CHUNK_BYTES):
                 stop()

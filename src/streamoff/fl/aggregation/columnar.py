@@ -14,8 +14,6 @@ from itertools import chain
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-import numpy as np
-
 from streamoff.errors import AggregationError, JobClosedError, StreamoffError
 from streamoff.fl.aggregation.arithmetic import Bytes, NonfiniteError, Rule
 from streamoff.fl.aggregation.blocks import (
@@ -26,6 +24,7 @@ from streamoff.fl.aggregation.blocks import (
     fill,
     fold,
 )
+from streamoff.fl.aggregation.buffers import reserve
 from streamoff.fl.aggregation.contribution import Contribution
 from streamoff.fl.aggregation.engine import EngineName, NewWriter, Stop, never_stop
 from streamoff.fl.aggregation.intake import READ_FAILURES, Intake, Terms, nonfinite
@@ -173,8 +172,8 @@ class Columnar:
         ahead: ReadAhead,
         stop: Stop,
     ) -> None:
-        accumulator = np.empty(BLOCK_BYTES, dtype=np.uint8)
-        scratch = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        accumulator = reserve(BLOCK_BYTES)
+        scratch = reserve(BLOCK_BYTES)
         check = self._intake.check_values
         reads = ahead.each(chain.from_iterable(self._reads(step, voters) for step in plan))
         for step in plan:

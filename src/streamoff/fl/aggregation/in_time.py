@@ -16,11 +16,10 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-import numpy as np
-
 from streamoff.errors import AggregationError, StreamoffError
 from streamoff.fl.aggregation.arithmetic import Bytes, NonfiniteError, Rule
 from streamoff.fl.aggregation.blocks import BLOCK_BYTES, Block, blocks, fill, fold, inspect
+from streamoff.fl.aggregation.buffers import reserve, reserve_all
 from streamoff.fl.aggregation.contribution import Contribution
 from streamoff.fl.aggregation.engine import EngineName, NewWriter, Stop, never_stop
 from streamoff.fl.aggregation.intake import READ_FAILURES, Intake, Terms, nonfinite
@@ -65,12 +64,15 @@ class InTime:
                 any_dtype=terms.policies.dtypes == "cast",
             )
         )
-        self._accumulators: Final[dict[Block, Bytes]] = {
-            block: np.zeros(block.elements * block.method.width, dtype=np.uint8)
+        sizes = {
+            block: block.elements * block.method.width
             for block in self._blocks
             if block.method is not None
         }
-        self._scratch: Final = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        self._accumulators: Final[dict[Block, Bytes]] = dict(
+            zip(sizes, reserve_all(sizes.values()), strict=True)
+        )
+        self._scratch: Final = reserve(BLOCK_BYTES)
         self._tallies: Final = {block.group: _Tally() for block in self._blocks}
         self._scale: Scale | None = None
         self._touched = False
@@ -209,7 +211,7 @@ class InTime:
         return AggregationResult(state, report)
 
     def _write(self, writer: StateWriter, scale: Scale, stop: Stop) -> None:
-        buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        buffer = reserve(BLOCK_BYTES)
         for block in self._blocks:
             stop()
             tally, method = self._tallies[block.group], block.method

@@ -7,9 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-import numpy as np
-
 from streamoff.fl.aggregation.arithmetic import Bytes
+from streamoff.fl.aggregation.buffers import reserve
 
 __all__ = ["ReadAhead"]
 
@@ -26,7 +25,7 @@ class ReadAhead:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._buffers: Final = tuple(np.empty(nbytes, dtype=np.uint8) for _ in range(2))
+        self._buffers: Final = tuple(reserve(nbytes) for _ in range(2))
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="streamoff-read-ahead")
 
     def __enter__(self) -> Self:
