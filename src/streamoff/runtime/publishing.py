@@ -443,16 +443,17 @@ class Publisher:
             views = source.views(asked.start, asked.stop)
             if views is not None:
                 return views, None
-        buffer = await self._resources.pool.borrow(asked.nbytes)
-        try:
-            view = buffer.view(asked.nbytes)
-            if source.blocking:
-                await run_in_thread(_read, source, asked, view, limiter=self._resources.reading)
-            else:
-                source.read_into(asked.start, view)
-        except BaseException:
-            buffer.release()
-            raise
+        async with self._resources.reading:  # a turn first, then a buffer: those in line hold none
+            buffer = await self._resources.pool.borrow(asked.nbytes)
+            try:
+                view = buffer.view(asked.nbytes)
+                if source.blocking:
+                    await run_in_thread(_read, source, asked, view, limiter=self._resources.in_turn)
+                else:
+                    source.read_into(asked.start, view)
+            except BaseException:
+                buffer.release()
+                raise
         return (view,), buffer
 
     def range_ended(
@@ -528,8 +529,19 @@ class Publisher:
         if isinstance(event, (m.PullRequested, m.RangeEnded)) and before.state is after.state:
             return  # per chunk: clocks only move later, and nothing becomes void
         self._void(tx)
-        if tx.timer is not None:
+        self._wind(
+            tx, event.now, again=isinstance(event, m.Ticked) or before.state is not after.state
+        )
+
+    @staticmethod
+    def _wind(tx: Transaction, now: float, *, again: bool) -> None:
+        """Set the clock: looking at every slot only ``again`` and again, else for what moved just now."""
+        if tx.timer is None:
+            return
+        if again:
             tx.timer.at(m.next_tick(tx.record))
+        elif tx.record.state is m.TransactionState.OPEN:
+            tx.timer.at(min(tx.timer.due, now + tx.record.budgets.idle))
 
     @staticmethod
     def _void(tx: Transaction) -> None:

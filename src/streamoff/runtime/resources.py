@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -59,6 +60,8 @@ class Resources:
         default_factory=lambda: anyio.CapacityLimiter(ROOT_THREADS)
     )
     maths: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    in_turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(math.inf))
+    """For calls whose turn was taken before."""
     active: int = 0
     reaped: dict[Path, float] = field(default_factory=dict)
     """Scratch directories that were searched for dead roots, and when; at most 16."""
