@@ -115,8 +115,8 @@ async def test_an_opening_that_is_cancelled_leaves_nothing(tmp_path):
                 group.cancel_scope.cancel()
             assert list(tmp_path.iterdir()) == []
             assert not w.server.open_jobs
-            await settled_tasks()
-            assert not w.server.jobs
+            while w.server.jobs:  # noqa: ASYNC110 - its last thread ends on its own
+                await anyio.sleep(0.001)
 
 
 # --- the drain ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import torch
 import xxhash
@@ -289,8 +290,8 @@ async def world(
             end = BaseEndpoint(f"site-{number}", transports=[network], seed=number)
             ends.append(await stack.enter_async_context(end))
             await end.connect("server")
-        while hub.statistics().links < sites:  # noqa: ASYNC110 - a counter
-            await anyio.sleep(0)
+        while hub.statistics().links < sites:
+            await anyio.lowlevel.checkpoint()
         yield World(network, hub, ends)
 
 
