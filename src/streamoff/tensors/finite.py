@@ -20,8 +20,9 @@ ReadBack: TypeAlias = Callable[[int, memoryview], None]
 _AMINMAX: Final = frozenset({"F64", "F32", "F16", "BF16", "C64"})
 """Where one pass of ``aminmax`` answers; a complex number is two of F32."""
 
-_BLOCK: Final = 1 << 20
-"""Elements converted at once where ``aminmax`` lacks the dtype: a temporary of 4 MiB."""
+_BLOCK: Final = 1 << 15
+"""Elements looked at in one call. Above it torch spreads a call over threads, and would start a team of them
+for every landing thread."""
 
 
 class FiniteCheck:
@@ -106,10 +107,11 @@ def _is_finite(view: memoryview, dtype: str) -> bool:
         address = _address(view)
         view = memoryview((ctypes.c_char * len(view)).from_address(address)).cast("B")
     flat = torch.frombuffer(view, dtype=torch_dtype("F32" if dtype == "C64" else dtype))
-    if dtype in _AMINMAX:
-        low, high = torch.aminmax(flat)
-        return math.isfinite(low.item()) and math.isfinite(high.item())
-    return all(bool(part.float().isfinite().all()) for part in torch.split(flat, _BLOCK))
+    for part in torch.split(flat, _BLOCK):
+        low, high = torch.aminmax(part if dtype in _AMINMAX else part.float())
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+            return False
+    return True
 
 
 def _address(view: memoryview) -> int:
