@@ -15,6 +15,7 @@ from streamoff.errors import (
     UsageError,
 )
 from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
+from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import MAX_REPORTED, ConsumerEnd, open_job
 from streamoff.runtime.threads import run_in_thread
@@ -27,6 +28,7 @@ from .world import (
     Attempt,
     ComputedSource,
     Gate,
+    Hooked,
     all_dead,
     assert_pattern,
     assert_same,
@@ -231,6 +233,49 @@ async def test_downloads_are_cancelled_at_their_source_when_the_body_is_left(tmp
         w.assert_idle()
 
 
+@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("inside", [False, True], ids=["between writes", "inside a write"])
+async def test_a_body_that_is_left_in_the_middle_of_a_download_leaves_nothing(
+    tmp_path, chunk, inside
+):
+    """Left after so many chunks, or inside the write of the next, a job leaves no directory, and its root is gone."""
+    gate = Gate()
+    async with world() as w:
+        tx, ref = w.offer(ComputedSource(13 * MIB))
+        attempt = Attempt()
+        reached = anyio.Event()
+
+        def write(start: int) -> None:
+            if inside and start >= chunk * 4 * MIB:
+                gate()
+
+        def progress(landed: int, _wanted: int) -> None:
+            if not inside and landed >= chunk * 4 * MIB:
+                reached.set()
+
+        async with (
+            tasks(gate) as group,
+            open_job("job", w.server, scratch=tmp_path, drain_window=1) as job,
+        ):
+            terms = Terms(
+                landing=lambda layout: Hooked(job.landing(layout), write=write),
+                progress=progress,
+            )
+            group.start_soon(attempt.run, partial(job.download, ref, terms))
+            await (gate.reached() if inside else reached.wait())
+
+            async def later() -> None:
+                await anyio.sleep(0.5)
+                gate.open()
+
+            group.start_soon(later)
+        assert (await tx.wait()).status is OutcomeStatus.FAILED
+        assert attempt.error is not None
+        assert job.state is JobRootState.GONE
+        assert list(tmp_path.iterdir()) == []
+        w.assert_idle()
+
+
 async def test_served_files_share_the_window(tmp_path):
     """A receiver that pulls a file of the root finishes within the window, and is cut when it needs longer."""
     network = MemoryNetwork()
@@ -398,10 +443,6 @@ async def test_a_stuck_read_of_a_foreign_thread_keeps_the_root_until_it_ends(tmp
 
 async def test_a_download_that_is_stuck_in_a_thread_delays_nobody(tmp_path):
     """A landing that blocks past window and grace leaves the root stuck; its producer was told at once."""
-    from streamoff.runtime.downloading import Terms
-
-    from .world import Hooked
-
     async with world() as w:
         gate = Gate()
         tx, ref = w.offer(ComputedSource(9 * MIB))

@@ -2,6 +2,8 @@
 
 import random
 import secrets
+import subprocess
+import sys
 from functools import partial
 
 import anyio
@@ -220,6 +222,21 @@ async def test_no_chunk_and_no_frame_exceeds_its_size():
     assert seen.bytes >= 40 * MIB
 
 
+async def test_nothing_bears_its_final_name_before_it_is_whole(tmp_path):
+    """While chunks land there is only an unfinished file; the final name appears with the last of them."""
+    seen: set[str] = set()
+    async with world() as w, open_job("job", w.server, scratch=tmp_path) as job:
+
+        def look(_landed: int, _wanted: int) -> None:
+            seen.update(path.rsplit("/")[-1] for path in files(job.path))
+
+        _, ref = w.offer(state_dict(17))
+        state = await job.download(ref, disk(job, progress=look))
+        assert seen == {".lease", "payload.safetensors.part"}
+        assert files(job.path)[-1].endswith("/payload.safetensors")
+        state.release()
+
+
 async def test_every_byte_is_served_once():
     """A transfer without trouble serves exactly the payload, no byte twice."""
     async with world() as w:
@@ -409,3 +426,47 @@ async def test_an_endpoint_can_be_used_again_and_again():
             await b.connect("a")
             tx = b.publish([StateDictSource(state_dict())], [Slot(secrets.token_bytes(16))])
             assert_same(await a.run_transfer(a.transfer(tx.refs(0)[0], memory())), state_dict())
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_what_outlives_its_event_loop_ends_without_a_word(tmp_path, backend):
+    """Lazy tensors, jobs and endpoints that are let go after their loop has closed warn of nothing and touch no loop."""
+    script = """
+import gc, secrets, sys, tempfile, anyio, torch
+from streamoff.runtime.downloading import Terms
+from streamoff.runtime.endpoint import BaseEndpoint
+from streamoff.runtime.jobs import open_job
+from streamoff.tensors.sources import StateDictSource
+from streamoff.transports.memory import MemoryNetwork
+from streamoff.types import Slot
+
+async def main(kept, job_kept):
+    network = MemoryNetwork()
+    async with BaseEndpoint("a", transports=[network]) as a, BaseEndpoint("b", transports=[network]) as b:
+        await b.connect("a")
+        async with open_job("job", a, scratch=sys.argv[2]) as job:
+            for _ in range(3):
+                source = StateDictSource({"w": torch.arange(1000)})
+                tx = b.publish([source], [Slot(secrets.token_bytes(16))])
+                kept.append(await job.download(tx.refs(0)[0], Terms(landing=job.landing)))
+                await tx.wait()
+            kept[0].release()
+            job_kept.append((job, a, b, network, kept[1]["w"]))
+
+kept, job_kept = [], []
+options = {"debug": True} if sys.argv[1] == "asyncio" else {}
+anyio.run(main, kept, job_kept, backend=sys.argv[1], backend_options=options)
+kept.clear()
+gc.collect()
+job_kept.clear()
+gc.collect()
+print("silent")
+"""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", script, backend, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "silent\n", "")
+    assert list(tmp_path.iterdir()) == []
