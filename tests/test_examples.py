@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run(scratch: Path, *arguments: str) -> str:
     """Run Python with warnings as errors, scratch in a directory of the test; its output."""
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", *arguments],
+        [sys.executable, "-W", "error", *arguments],
         cwd=scratch,
         env=os.environ | {"TMPDIR": str(scratch)},
         capture_output=True,
