@@ -26,6 +26,7 @@ from streamoff.errors import (
 from streamoff.fl.persistor import FilePersistor
 from streamoff.fl.workflows.fedavg import FedAvg
 from streamoff.runtime.jobs import Job
+from streamoff.runtime.threads import wait_from_thread
 from streamoff.types import MIB
 
 from ..world import World, entries, federated, landed_bytes, model, plus, value_of
@@ -486,4 +487,58 @@ async def test_a_failed_consumer_of_the_job_ends_the_iteration_with_it(tmp_path:
             await body(world)
         assert anyio.current_time() == 3.0
         assert not world.server.publisher.open
+        assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("aggregation", ["columnar", "in_time"])
+async def test_a_controller_that_is_cancelled_mid_upload_is_out_within_its_window(
+    tmp_path: Path, aggregation: str
+) -> None:
+    """An outer cancellation while a site uploads: the site hears it at once, and scratch and transactions are gone."""
+    async with World(tmp_path) as world:
+        await world.site("site-1", plus(1.0))
+        hand = await world.hand("site-2")
+        told: list[tuple[float, str]] = []
+
+        async def upload() -> None:
+            await hand.task()
+            world.network.conditions("site-2", "server").set(bandwidth=10)
+            delivery = await hand.answer()
+            told.append((anyio.current_time(), await hand.refused(delivery)))
+            told.append((anyio.current_time(), ""))
+
+        world.tasks.start_soon(upload)
+        with anyio.move_on_after(9) as cancelled:
+            await world.run(federated(aggregation=aggregation), ["site-1", "site-2"])
+        assert cancelled.cancelled_caught
+        assert anyio.current_time() == 9.0
+        assert not world.server.publisher.open
+        assert entries(tmp_path) == []
+        await anyio.sleep(1)
+        assert told[0][1] == "cancelled: the receiver was cancelled"
+        assert told[1][0] == 9.0
+
+
+async def test_leaving_does_not_wait_for_ever_for_a_blocking_call(tmp_path: Path) -> None:
+    """A user's function that blocks for an hour holds the leaving up for five seconds; then the job names it stuck."""
+
+    async def an_hour() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(3600)
+
+    def evaluate(state, sites):
+        wait_from_thread(an_hour)
+        return {}
+
+    async with World(tmp_path) as world:
+        await world.site("site-1", plus(1.0))
+        async with world.open_job(drain_window=2.0) as job:
+            with anyio.move_on_after(10):
+                async with federated(evaluate=evaluate).run(job, ["site-1"]) as rounds:
+                    await anext(rounds)
+            assert anyio.current_time() == 15.0
+        assert anyio.current_time() == pytest.approx(17.2)
+        assert job.report.state == "stuck"
+        assert [one.name for one in job.report.consumers] == ["FedAvg"]
+        await anyio.sleep(3600)
         assert entries(tmp_path) == []

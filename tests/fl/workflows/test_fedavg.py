@@ -17,10 +17,11 @@ from hypothesis import given, strategies as st
 from streamoff.errors import UnsupportedTensorError, UsageError
 from streamoff.fl.aggregation import Kind, Policies
 from streamoff.fl.exchange import ExchangeFormat
-from streamoff.fl.executors.in_process import Result, Task
+from streamoff.fl.executors.in_process import InProcess, Result, Task
 from streamoff.fl.workflows import fedavg
 from streamoff.fl.workflows.fedavg import FedAvg, sampled_number, select_sites
 from streamoff.fl.workflows.rounds import Round
+from streamoff.runtime.jobs import open_job
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.state import MemoryState
 from streamoff.types import Address
@@ -308,6 +309,42 @@ async def test_numpy_parameters_travel_as_arrays_and_stay_in_memory(
     array = np.ndarray
     kinds = {"layer": (array, "float32"), "bias": (array, "float32"), "steps": (array, "int64")}
     assert seen == [kinds, kinds]
+
+
+async def test_offload_belongs_to_the_workflow_and_to_nobody_else(tmp_path: Path) -> None:
+    """While one workflow lands on disk, other messages of the endpoint and another job's workflow land in memory."""
+    async with World(tmp_path) as world:
+        hand = await world.hand("site-1")
+        endpoint = await world.endpoint("site-2")
+        others = world.server.receive("other")
+
+        async def train(task: Task) -> object:
+            return await plus(3.0)(task)
+
+        executor = InProcess(endpoint, job="job-2", train=train)  # type: ignore[arg-type]
+        world.tasks.start_soon(executor.run)
+        async with (
+            world.open_job() as job,
+            federated().run(job, ["site-1"]) as rounds,
+            open_job("job-2", world.server, scratch=tmp_path) as second,
+            federated(disk=False).run(second, ["site-2"]) as in_memory,
+        ):
+            found: list[object] = []
+
+            async def behave() -> None:
+                await hand.task()
+                await hand.endpoint.send("server", "other", {"x": torch.ones(3)})
+                found.append((await (await anext(others)).decode())["x"])
+                found.append((await anext(in_memory)).state)
+                await hand.answer(params=model(1.0))
+
+            world.tasks.start_soon(behave)
+            on_disk = await anext(rounds)
+            assert isinstance(on_disk.state, LazyStateDict)
+            assert isinstance(found[0], torch.Tensor)
+            assert isinstance(found[1], MemoryState)
+            assert second.ledger.peak == 0
+        others.close()
 
 
 async def test_a_dtype_that_numpy_lacks_is_refused_by_key(tmp_path: Path) -> None:
