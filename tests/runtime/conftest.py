@@ -1,6 +1,6 @@
 """Large libraries are loaded once and taken out of the garbage collector's rounds: every test collects."""
 
-import asyncio
+import asyncio.constants
 import gc
 
 import hypothesis  # noqa: F401 - it looks for referrers while it loads, which freezing hides

@@ -3,15 +3,20 @@
 import asyncio
 import random
 import secrets
+import weakref
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 
 from streamoff.errors import GoneError, StreamoffError, TransferError
 from streamoff.runtime.downloading import Terms
-from streamoff.runtime.jobs import open_job
+from streamoff.runtime.jobs import Job, open_job
+from streamoff.runtime.publishing import Transaction
 from streamoff.runtime.resources import LANDING_THREADS
 from streamoff.tensors.sources import StateDictSource
 from streamoff.transports.memory import MemoryNetwork
@@ -24,6 +29,7 @@ from .world import (
     ComputedSource,
     Gate,
     Hooked,
+    World,
     all_dead,
     assert_pattern,
     assert_same,
@@ -31,6 +37,7 @@ from .world import (
     disk,
     files,
     memory,
+    not_the_first,
     numbers,
     puppet,
     settled_tasks,
@@ -43,12 +50,14 @@ from .world import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def payload() -> dict:
+def payload() -> dict[str, torch.Tensor]:
     """Three chunks."""
     return {"w": numbers(9 * MIB // 4), "b": numbers(10)}
 
 
-async def assert_given_up(w, tx, references, job=None):
+async def assert_given_up(
+    w: World, tx: Transaction, references: Iterable[weakref.ref[Any]], job: Job | None = None
+) -> None:
     """The producer was told, let go of its tensors, and nothing of the attempt is left at the receiver."""
     outcome = await tx.wait()
     assert outcome.status is OutcomeStatus.FAILED
@@ -65,7 +74,7 @@ async def assert_given_up(w, tx, references, job=None):
         assert job.ledger.used == 0
 
 
-async def gone(job) -> bool:
+async def gone(job: Job) -> bool:
     """Whether the janitor has removed everything but the lease."""
     from streamoff.scratch.janitor import JANITOR
 
@@ -81,7 +90,7 @@ PHASES = ["open", "write", "later write", "finish"]
 async def test_a_download_is_cancelled_while_its_landing_works(tmp_path, phase, where):
     """Cancelled while it plans, lands or finishes, a download ends with the call in its thread, and leaves nothing."""
     gate = Gate()
-    hook = {"later write": lambda start: start and gate()}.get(phase, gate)
+    hook: Any = not_the_first(gate) if phase == "later write" else gate
     async with world() as w, open_job("job", w.server, scratch=tmp_path) as job:
         source, references = watched(payload())
         tx, ref = w.offer(source)
@@ -322,7 +331,7 @@ async def test_the_producer_cancels():
     """A transaction that its owner cancels ends every download of it, with the owner's words."""
     gate = Gate()
     async with world() as w:
-        tx, ref = w.offer(ComputedSource(9 * MIB, lambda start: start and gate()))
+        tx, ref = w.offer(ComputedSource(9 * MIB, not_the_first(gate)))
         attempt = Attempt()
         async with tasks(gate) as group:
             group.start_soon(attempt.run, partial(w.download, ref))
@@ -428,7 +437,7 @@ async def test_cancellation_that_is_asyncios_own_is_understood(tmp_path):
     """A timeout of asyncio's around a download works like one of anyio's."""
     gate = Gate()
     async with world() as w, open_job("job", w.server, scratch=tmp_path) as job:
-        tx, ref = w.offer(ComputedSource(9 * MIB, lambda start: start and gate()))
+        tx, ref = w.offer(ComputedSource(9 * MIB, not_the_first(gate)))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await job.download(ref, disk(job))

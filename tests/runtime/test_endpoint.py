@@ -337,7 +337,8 @@ async def test_connecting_can_be_given_up_in_any_instant():
             await anyio.sleep(0.1)
             assert a.statistics().links == 0
             assert b.statistics().links == 0
-        assert a.statistics().links == b.statistics().links == 1
+        await until_linked(a)
+        await until_linked(b)
 
 
 async def test_a_download_that_blocks_delays_the_links_only_so_long():

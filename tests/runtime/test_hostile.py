@@ -3,6 +3,7 @@
 import json
 import secrets
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -19,6 +20,7 @@ from streamoff.errors import (
     UnreachableError,
 )
 from streamoff.runtime.endpoint import BaseEndpoint
+from streamoff.runtime.link import Link
 from streamoff.runtime.publishing import MAX_PULLS
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Ref, Slot
@@ -116,7 +118,8 @@ async def test_a_ticket_belongs_to_the_first_who_presents_it():
 async def test_ranges_outside_the_payload_are_refused():
     """Pulls beyond the end, or of more than a buffer holds, are refused; the slot and the offer stand."""
     async with world() as w, puppet(w.network, "peer", "site-1") as peer:
-        for stream, source in enumerate([ComputedSource(9 * MIB), state_dict(9)]):
+        offers: list[Any] = [ComputedSource(9 * MIB), state_dict(9)]
+        for stream, source in enumerate(offers):
             tx, ref = w.offer(source, to="peer")
             await peer.open(ref, stream)
             for start, stop in [
@@ -193,15 +196,15 @@ async def test_a_stale_confirmation_proves_nothing():
     async with world() as w, puppet(w.network, "peer", "site-1") as peer:
         tx, ref = w.offer(ComputedSource(MIB), to="peer")
         opened = await peer.open(ref)
-        confirm = {"stream": 1, "ref": ref.id, "ticket": ref.ticket, "ok": True}
+        confirm: dict[str, Any] = {"stream": 1, "ref": ref.id, "ticket": ref.ticket, "ok": True}
         await peer.send(Confirm(**peer.route("site-1"), **confirm, nonce=bytes(8)))
         await settled_tasks()
         assert tx.outcome is None
-        assert peer.lost is None
+        assert peer.alive()
         await peer.send(Confirm(**peer.route("site-1"), **confirm, nonce=opened.nonce))
         await settled_tasks()
         assert tx.outcome is None
-        assert peer.lost is not None
+        assert not peer.alive()
         tx.cancel()
 
 
@@ -286,7 +289,7 @@ class Source:
 
     async def say(self, **changes) -> None:
         """Answer, whether or not somebody asked."""
-        fields = {
+        fields: dict[str, Any] = {
             "stream": self.stream,
             "size": self.ref.size,
             "header_bytes": len(self.header),
@@ -298,7 +301,7 @@ class Source:
 
     async def chunk(self, start: int, data: bytes, **changes) -> None:
         """Send a chunk."""
-        fields = {
+        fields: dict[str, Any] = {
             "stream": self.stream,
             "start": start,
             "stop": start + len(data),
@@ -359,7 +362,7 @@ async def test_a_source_by_hand_can_be_honest():
         assert bytes(attempt.state.tensor("w").numpy().data) == whole[-1000:]
 
 
-LIES = {
+LIES: dict[str, tuple[dict[str, Any], type[StreamoffError], str]] = {
     "another size": ({"size": 4096}, IntegrityError, "another payload"),
     "a huge header": ({"header_bytes": 2**30, "size": 2**31}, LimitError, "safetensors header"),
     "another header": (
@@ -389,7 +392,7 @@ async def test_a_source_that_announces_something_else_is_refused(lie):
         assert isinstance(attempt.error, kind)
         assert text in str(attempt.error)
         assert attempt.error.where["site"] == "site-1"
-        assert site.lost is None
+        assert site.alive()
 
 
 async def test_a_chunk_with_another_digest_is_refused():
@@ -432,7 +435,7 @@ async def test_a_header_that_is_none_is_refused(header):
 
         attempt = await attempted(w, site, whole, act)
         assert isinstance(attempt.error, HeaderError)
-        assert site.lost is None
+        assert site.alive()
 
 
 async def test_what_was_not_asked_for_is_dropped():
@@ -536,7 +539,7 @@ async def test_nobody_answers_for_another():
 
         attempt = await attempted(w, site, whole, act)
         assert attempt.state is not None
-        assert liar.lost is None
+        assert liar.alive()
 
 
 async def test_a_link_that_speaks_for_somebody_else_is_dropped():
@@ -548,7 +551,7 @@ async def test_a_link_that_speaks_for_somebody_else_is_dropped():
             )
         )
         await settled_tasks()
-        assert liar.lost is not None
+        assert not liar.alive()
         assert [str(peer) for peer in w.server._links] == ["site-1"]
 
 
@@ -559,14 +562,14 @@ async def test_nonsense_from_behind_a_neighbour_costs_the_neighbour_nothing():
             [ComputedSource(MIB)], [Slot(secrets.token_bytes(16), Address("site-1.far"))]
         )
         [ref] = tx.refs(0)
-        far = {"to": Address("server"), "sender": Address("site-1.far")}
+        far: dict[str, Any] = {"to": Address("server"), "sender": Address("site-1.far")}
         await site.send(Open(**far, stream=1, ref=ref.id, ticket=ref.ticket))
         opened = await site.next(Opened)
         await site.send(
             Confirm(**far, stream=1, ref=ref.id, ticket=ref.ticket, nonce=opened.nonce, ok=True)
         )
         await settled_tasks()
-        assert site.lost is None
+        assert site.alive()
         assert w.server.statistics().links == 1
         assert tx.outcome is None
 
@@ -584,10 +587,10 @@ async def test_who_does_not_greet_is_not_let_in():
             group.start_soon(rude.listen)
             group.start_soon(mute.listen)
             await anyio.sleep(9.5)
-            assert rude.lost is not None
-            assert mute.lost is None
+            assert not rude.alive()
+            assert mute.alive()
             await anyio.sleep(1)
-            assert mute.lost is not None
+            assert not mute.alive()
         await rude.link.aclose()
         await mute.link.aclose()
         assert w.server.statistics().links == 0
@@ -602,12 +605,17 @@ async def test_another_version_is_told_apart():
         async with tasks() as group:
             group.start_soon(old.listen)
             await settled_tasks()
-            assert old.lost is not None
+            assert not old.alive()
         await old.link.aclose()
         assert w.server.statistics().links == 0
 
-        accepted = []
-        network.listen(Address("elder"), accepted.append)
+        accepted: list[Any] = []
+
+        def accept(link: Link) -> anyio.Event:
+            accepted.append(link)
+            return anyio.Event()
+
+        network.listen(Address("elder"), accept)
         async with BaseEndpoint("young", transports=[network]) as young, tasks() as group:
 
             async def answer() -> None:

@@ -17,7 +17,7 @@ from streamoff.errors import (
 from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.jobs import MAX_REPORTED, ConsumerEnd, open_job
+from streamoff.runtime.jobs import MAX_REPORTED, ConsumerEnd, Job, open_job
 from streamoff.runtime.threads import run_in_thread
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource
@@ -50,6 +50,12 @@ async def landed(w, job, tensors=None) -> LazyStateDict:
     state = await job.download(ref, disk(job))
     assert isinstance(state, LazyStateDict)
     return state
+
+
+async def until_gone(job: Job) -> None:
+    """Wait until what was stuck has ended and the root is gone."""
+    while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
+        await anyio.sleep(0.01)
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -402,9 +408,10 @@ async def test_what_ignores_being_cut_is_stuck_and_nothing_is_removed_under_it(t
                 job.start(run_in_thread, block, name="the blocked one")
                 await gate.reached()
             assert anyio.current_time() == 1 + CUT_GRACE_SECONDS
-            assert job.report.state is JobRootState.STUCK
-            assert not job.report.removed
-            assert [(one.name, one.end) for one in job.report.consumers] == [
+            report = job.report
+            assert report.state is JobRootState.STUCK
+            assert not report.removed
+            assert [(one.name, one.end) for one in report.consumers] == [
                 ("the blocked one", ConsumerEnd.STUCK)
             ]
             async with open_job("job", w.server, scratch=tmp_path):
@@ -412,8 +419,7 @@ async def test_what_ignores_being_cut_is_stuck_and_nothing_is_removed_under_it(t
             await anyio.sleep(100)
             assert job.path.exists()
             gate.open()
-        while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
-            await anyio.sleep(0.01)
+        await until_gone(job)
         assert found == [["payload.safetensors"]]
         assert job.report.removed
         assert list(tmp_path.iterdir()) == []
@@ -436,8 +442,7 @@ async def test_a_stuck_read_of_a_foreign_thread_keeps_the_root_until_it_ends(tmp
             await anyio.sleep(50)
             assert job.path.exists()
             gate.open()
-        while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
-            await anyio.sleep(0.01)
+        await until_gone(job)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -457,8 +462,7 @@ async def test_a_download_that_is_stuck_in_a_thread_delays_nobody(tmp_path):
             assert job.report.state is JobRootState.STUCK
             assert (await tx.wait()).settled_at == 7
             gate.open()
-        while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
-            await anyio.sleep(0.01)
+        await until_gone(job)
         assert list(tmp_path.iterdir()) == []
         w.assert_idle()
 
@@ -690,7 +694,6 @@ async def test_an_endpoint_that_closes_drains_its_jobs_together(tmp_path):
                     onward = server.publish([FileSource(state)], [Slot(secrets.token_bytes(16))])
                     job.attach(onward)
                     transfer = site.transfer(onward.refs(0)[0], memory())
-                    state = None
                     back = await site.run_transfer(transfer)
                     assert_pattern(back)
                     ends.append(("served", anyio.current_time()))

@@ -3,6 +3,7 @@
 import logging
 import secrets
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -37,7 +38,7 @@ class Parcel:
         self.ends: list[str] = []
         self.released = 0
         self.nbytes = nbytes
-        self._route = {"to": Address(to), "sender": Address(sender)}
+        self._route: dict[str, Any] = {"to": Address(to), "sender": Address(sender)}
         self._gate = gate
 
     def drop(self) -> None:
@@ -208,7 +209,7 @@ async def test_a_second_hello_is_nonsense():
             )
         )
         await settled_tasks()
-        assert site.lost is not None
+        assert not site.alive()
 
 
 async def test_pings_are_answered():
@@ -245,7 +246,7 @@ async def test_a_defect_costs_one_link_and_not_the_endpoint(caplog):
         with caplog.at_level(logging.ERROR, "streamoff.link"):
             await odd.send(Hold(**odd.route(), stream=1, seconds=1.0))
             await settled_tasks()
-        assert odd.lost is not None
+        assert not odd.alive()
         assert "a defect ends the link to odd" in caplog.text
         tx = site.publish([ComputedSource(MIB)], [Slot(secrets.token_bytes(16))])
         state = await server.run_transfer(server.transfer(tx.refs(0)[0], memory()))
@@ -263,4 +264,4 @@ async def test_frames_for_nobody_are_answered():
         )
         answer = await site.next(Unreachable)
         assert (answer.address, answer.about, answer.of) == ("nowhere", 5, FrameType.CANCEL)
-        assert site.lost is None
+        assert site.alive()

@@ -18,7 +18,16 @@ from streamoff.runtime.resources import (
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, OutcomeStatus, Ref, Slot
 
-from .world import Attempt, ComputedSource, assert_pattern, disk, memory, tasks, world
+from .world import (
+    Attempt,
+    ComputedSource,
+    assert_pattern,
+    disk,
+    memory,
+    not_the_first,
+    tasks,
+    world,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -81,6 +90,7 @@ async def test_four_hundred_sites_cost_what_they_should(tmp_path):
                 assert attempt.state is not None
                 assert tx.outcome is not None
                 assert tx.outcome.status is OutcomeStatus.COMPLETED
+            assert attempts[123].state is not None
             assert_pattern(attempts[123].state)
             assert job.report.bytes_landed > sites * MIB
         # a download is the caller's task (the test's own here) and the transfer's
@@ -199,7 +209,7 @@ async def test_a_slow_receiver_holds_no_memory(tmp_path):
         tx, ref = w.offer(ComputedSource(100 * MIB))
         attempt = Attempt()
         async with tasks(gate) as group:
-            terms = Terms(landing=in_memory(write=lambda start: start and gate()))
+            terms = Terms(landing=in_memory(write=not_the_first(gate)))
             group.start_soon(attempt.run, partial(w.download, ref, terms))
             await gate.reached()
             await anyio.sleep(10)

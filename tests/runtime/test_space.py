@@ -127,7 +127,9 @@ async def test_a_full_disk_is_an_error_with_numbers(small_disk):
             await attempt.run(partial(job.download, ref, disk(job)))
             assert isinstance(attempt.error, NoSpaceError)
             assert_told(attempt.error, await tx.wait(), needed=ref.size)
-            assert 15 * MIB < attempt.error.where["free"] < DISK
+            free = attempt.error.where["free"]
+            assert isinstance(free, int)
+            assert 15 * MIB < free < DISK
             await swept()
             assert files(job.path) == [".lease"]
             other, fits = w.offer(ComputedSource(10 * MIB))
@@ -173,7 +175,7 @@ async def test_a_disk_without_inodes_is_a_full_disk(small_disk):
         world() as w,
         open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job,
     ):
-        crumbs = []
+        crumbs: list[Path] = []
         try:
             while True:
                 crumb = small_disk / f"crumb-{len(crumbs)}"

@@ -14,6 +14,7 @@ from streamoff.errors import PeerRefusedError, UsageError
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import open_job
+from streamoff.runtime.link import Link, Listener
 from streamoff.tensors.landing import MemoryLanding
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource, StateDictSource
@@ -387,11 +388,12 @@ class CountingNetwork(MemoryNetwork):
         super().__init__()
         self._tally = tally
 
-    def listen(self, address, accept):
-        def counting(link: MemoryLink) -> None:
+    def listen(self, address: Address, accept: Listener) -> None:
+        def counting(link: Link) -> anyio.Event:
+            assert isinstance(link, MemoryLink)
             counted = CountingLink(link._out, link._into)
             counted.tally = self._tally
-            accept(counted)
+            return accept(counted)
 
         super().listen(address, counting)
 
@@ -436,6 +438,7 @@ import gc, secrets, sys, tempfile, anyio, torch
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import open_job
+from streamoff.runtime.link import Link, Listener
 from streamoff.tensors.sources import StateDictSource
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import Slot

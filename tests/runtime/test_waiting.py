@@ -17,7 +17,7 @@ from streamoff.runtime.jobs import open_job
 from streamoff.runtime.link import SILENCE_SECONDS
 from streamoff.runtime.threads import wait_from_thread
 from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import MIB, Address, Budgets, OutcomeStatus, Ref
+from streamoff.types import MIB, Address, Budgets, OutcomeStatus, Ref, Slot
 from streamoff.wire.frames import Cancel, Chunk, Open, Opened, Pull
 
 from .world import (
@@ -32,6 +32,7 @@ from .world import (
     disk,
     in_memory,
     memory,
+    not_the_first,
     puppet,
     state_dict,
     tasks,
@@ -389,10 +390,8 @@ async def test_control_frames_overtake_chunks_on_a_slow_line():
         assert small.seconds < 5  # not behind 40 MiB that nobody wants
 
 
-def slot():
+def slot() -> Slot:
     """A slot for whoever has the ticket."""
-    from streamoff.types import Slot
-
     return Slot(secrets.token_bytes(16))
 
 
@@ -440,7 +439,7 @@ async def test_a_full_pool_of_ours_is_no_silence_of_the_peer():
     """While all buffers wait for our slow disk the links live on, and every transfer ends well."""
     async with world(sites=3) as w:
         gate = Gate()
-        terms = Terms(landing=in_memory(write=lambda start: start and gate()))
+        terms = Terms(landing=in_memory(write=not_the_first(gate)))
         offers = [w.offer(ComputedSource(40 * MIB), site=site) for site in w.sites]
         attempts = [Attempt() for _ in offers]
         async with tasks(gate) as group:

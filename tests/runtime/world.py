@@ -166,6 +166,16 @@ class Gate:
         wait_from_thread(self._stand)
 
 
+def not_the_first(gate: Gate) -> Callable[[int], None]:
+    """A hook that stops at the gate, except for what begins at the first byte."""
+
+    def stop(start: int) -> None:
+        if start:
+            gate()
+
+    return stop
+
+
 class Hooked:
     """A landing that calls hooks in its thread, and is otherwise the one it wraps.
 
@@ -423,6 +433,10 @@ class Puppet:
     def frames(self) -> list[Frame]:
         """What arrived and was not asked for."""
         return [inbound.frame for inbound in self._frames]
+
+    def alive(self) -> bool:
+        """Whether the link is still there, as far as this end has heard."""
+        return self.lost is None
 
     def route(self, to: str = "server") -> dict[str, Any]:
         """The routing fields of a frame of ours."""

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from streamoff.errors import LinkLostError, UnreachableError, UsageError
-from streamoff.runtime.link import Inbound
+from streamoff.runtime.link import Inbound, Link, Listener
 from streamoff.transports.memory import PIPE_ITEMS, MemoryLink, MemoryNetwork
 from streamoff.types import MIB, Address
 from streamoff.wire.frames import Chunk, Frame, Message, MessageKind, Ping
@@ -19,13 +19,25 @@ def nothing():
     return iter(())
 
 
+def listener(accepted: list[Link]) -> Listener:
+    """What keeps the links that somebody opened."""
+
+    def accept(link: Link) -> anyio.Event:
+        accepted.append(link)
+        return anyio.Event()
+
+    return accept
+
+
 async def pair(network: MemoryNetwork) -> tuple[MemoryLink, MemoryLink]:
     """Both ends of a link from a to b."""
-    accepted: list[MemoryLink] = []
-    network.listen(B, accepted.append)
+    accepted: list[Link] = []
+    network.listen(B, listener(accepted))
     near = await network.dial(A, B)
     network.unlisten(B)
-    return near, accepted[0]
+    far = accepted[0]
+    assert isinstance(far, MemoryLink)
+    return near, far
 
 
 def ping(number: int) -> Ping:
@@ -39,7 +51,7 @@ class Bulk:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.data = bytes(nbytes)
-        self.fetched: float | None = None
+        self.fetched_at: list[float] = []
         self.dropped = False
         self.released = 0
 
@@ -47,7 +59,7 @@ class Bulk:
         self.dropped = True
 
     async def render(self) -> Inbound:
-        self.fetched = anyio.current_time()
+        self.fetched_at.append(anyio.current_time())
         chunk = Chunk(
             to=B,
             sender=A,
@@ -192,9 +204,9 @@ async def test_a_chunk_is_fetched_when_it_is_taken():
     bulk = Bulk(1000)
     await near.send(bulk, nothing)
     await anyio.sleep(50)
-    assert bulk.fetched is None
+    assert not bulk.fetched_at
     inbound = await far.receive()
-    assert bulk.fetched == 50
+    assert bulk.fetched_at == [50]
     assert bulk.released == 0
     inbound.release()
     assert bulk.released == 1
@@ -287,8 +299,8 @@ async def test_closing_lets_control_frames_arrive_and_drops_chunks():
 async def test_cutting_loses_what_is_under_way():
     """A cut is heard at once by both ends, everything under way is lost, and nobody gets through until it is mended."""
     network = MemoryNetwork(latency=2)
-    accepted: list[MemoryLink] = []
-    network.listen(B, accepted.append)
+    accepted: list[Link] = []
+    network.listen(B, listener(accepted))
     near = await network.dial(A, B)
     [far] = accepted
     bulk = Bulk(10)
@@ -311,6 +323,18 @@ async def test_cutting_loses_what_is_under_way():
     network.unlisten(B)
 
 
+async def test_a_cut_is_heard_through_a_partition():
+    """A link that is reset while it is partitioned is lost at once: a reset needs no reader."""
+    network = MemoryNetwork()
+    near, far = await pair(network)
+    network.partition("a", "b")
+    network.cut("a", "b")
+    for end in (near, far):
+        with pytest.raises(LinkLostError, match="cut"):
+            await end.receive()
+        await end.aclose()
+
+
 async def test_a_send_that_is_given_up_drops_its_chunk():
     """A sender that is cancelled while it waits or paces has dropped what it was sending."""
     near, far = await pair(MemoryNetwork(bandwidth=1000))
@@ -328,9 +352,9 @@ async def test_nobody_listens():
     network = MemoryNetwork()
     with pytest.raises(UnreachableError, match="b"):
         await network.dial(A, B)
-    network.listen(B, lambda _link: None)
+    network.listen(B, listener([]))
     with pytest.raises(UsageError, match="taken"):
-        network.listen(B, lambda _link: None)
+        network.listen(B, listener([]))
     network.unlisten(B)
     network.unlisten(B)
 

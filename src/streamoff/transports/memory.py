@@ -256,8 +256,8 @@ class MemoryLink:
     def cut(self) -> None:
         """Reset both directions at once; frames under way are lost."""
         error = LinkLostError("the link was cut")
-        self._out.end(error, keep_control=False)
-        self._into.end(error, keep_control=False)
+        self._out.end(error, keep_control=False, cut=True)
+        self._into.end(error, keep_control=False, cut=True)
 
 
 class MemoryNetwork:
