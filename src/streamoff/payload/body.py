@@ -22,6 +22,7 @@ uses only part of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Final
@@ -331,7 +332,7 @@ class Body:
         return self._leaf(LeafKind.NDARRAY, path)
 
     def _leaf(self, kind: LeafKind, path: Path) -> object:
-        number, name = self._expect(int, path), self._expect(str, path)
+        number, name = self._expect(int, path), sys.intern(self._expect(str, path))
         if not 0 <= number < len(self.batches):
             raise self._bad("a ref number", path, expected=f"below {len(self.batches)}", got=number)
         batch = self.batches[number]

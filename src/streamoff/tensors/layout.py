@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -335,7 +336,7 @@ def _entry(name: str, item: object, limits: HeaderLimits) -> TensorSpec:
     _within("dimensions", len(shape), limits.dimensions, name)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise HeaderError("data_offsets", expected="[start, stop]", got=offsets, tensor=name)
-    spec = TensorSpec(name, dtype, tuple(shape), *offsets)
+    spec = TensorSpec(sys.intern(name), sys.intern(dtype), tuple(shape), *offsets)
     needed = _checked_nbytes(name, dtype, spec.shape)
     if spec.nbytes != needed:
         raise HeaderError(

@@ -30,6 +30,7 @@ from streamoff.fl.envelope import (
 )
 from streamoff.payload.context import DecodeContext
 from streamoff.payload.endpoint import Delivery, Endpoint, Message
+from streamoff.payload.leaves import Batch
 from streamoff.payload.resolve import pull, whole_state
 from streamoff.runtime.threads import run_in_thread
 from streamoff.tensors.sources import Source
@@ -147,7 +148,8 @@ class InProcess:
                     continue
                 if task.params is None:
                     return
-                await self._serve(message, task)
+                batch, task = _lightened(message, task)
+                await self._serve(message, task, batch)
 
     def _checked(self, message: Message) -> TaskEnvelope:
         if message.sender != self._server:
@@ -161,9 +163,9 @@ class InProcess:
             )
         return task
 
-    async def _serve(self, message: Message, envelope: TaskEnvelope) -> None:
+    async def _serve(self, message: Message, envelope: TaskEnvelope, batch: Batch | None) -> None:
         try:
-            result = await self._made(message, envelope)
+            result = await self._made(message, envelope, batch)
             delivery = await self._send(envelope, result)
         except Exception as error:  # noqa: BLE001 - the server is told; it decides what a failed site costs
             logger.warning("%s: round %d: %s", self._endpoint.address, envelope.round, error)
@@ -187,21 +189,20 @@ class InProcess:
                 "; ".join(end.reason for refs in outcome.slots.values() for end in refs.values()),
             )
 
-    async def _made(self, message: Message, envelope: TaskEnvelope) -> Result:
+    async def _made(self, message: Message, envelope: TaskEnvelope, batch: Batch | None) -> Result:
         """Get the model and train; nothing of the model is kept."""
         task = Task(
             job=envelope.job,
             round=envelope.round,
             rounds=envelope.rounds,
             kind=envelope.kind,
-            params=await self._params(message, envelope),
+            params=await self._params(message, batch),
         )
         return await self._run_training(task)
 
-    async def _params(self, message: Message, envelope: TaskEnvelope) -> Any:
+    async def _params(self, message: Message, batch: Batch | None) -> Any:
         """The global model: one ref as a whole, anything else leaf by leaf."""
-        batch = whole_state(envelope.params)
-        if batch is None or batch.partial or not batch.vouched:
+        if batch is None:
             return (await message.resolve(self._context))["params"]
         puller, context = self._context.settled(self._endpoint)
         batch.consume((), str(puller.address))
@@ -293,6 +294,15 @@ def _one_at_a_time() -> anyio.CapacityLimiter:
         limiter = anyio.CapacityLimiter(1)
         _training.set(limiter)
         return limiter
+
+
+def _lightened(message: Message, task: TaskEnvelope) -> tuple[Batch | None, TaskEnvelope]:
+    """The one ref behind a model, without the thousand leaves that say no more than it."""
+    batch = whole_state(task.params)
+    if batch is None or batch.partial or not batch.vouched:
+        return None, task
+    message.tree = None
+    return batch, replace(task, params=None)
 
 
 def _what(error: Exception) -> str:

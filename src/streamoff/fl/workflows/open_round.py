@@ -59,11 +59,24 @@ REASON_CHARACTERS: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A result that may be pulled: its envelope and its tensors, all still at their source."""
+    """A result that may be pulled: its envelope and its tensors, all still at their source.
+
+    Args:
+        message: To decline it.
+        envelope: Without its parameters.
+        whole: The one payload that they are, if they are one; the leaves say no more than that.
+        refs: The leaves otherwise.
+    """
 
     message: Message
     envelope: ResultEnvelope
+    whole: Batch | None
     refs: Mapping[str, TensorRef]
+
+    @property
+    def batches(self) -> Iterable[Batch]:
+        """Every payload it comes from."""
+        return by_batch(self.refs) if self.whole is None else (self.whole,)
 
 
 class OpenRound:
@@ -188,7 +201,11 @@ class OpenRound:
             self.forfeit(site, f"the site failed: {envelope.error}")
             return
         self._offered += 1
-        self._offers[self._offered] = _Offer(message, envelope, refs)
+        whole = sole_batch(refs)
+        if whole is not None:
+            message.tree, refs = None, {}
+        envelope = replace(envelope, params=None)
+        self._offers[self._offered] = _Offer(message, envelope, whole, refs)
         self.step(site, m.Offered(self._offered))
 
     def forfeit(self, site: Address, reason: str) -> None:
@@ -269,7 +286,7 @@ class OpenRound:
             if site in self._added:
                 self.step(site, m.Counted())
             else:
-                for batch in by_batch(offer.refs):
+                for batch in offer.batches:
                     batch.decline(reason)
                 self.step(site, m.Failed(reason))
 
@@ -280,22 +297,21 @@ class OpenRound:
             with self._landings[site]:
                 await self._places.acquire()
                 has_place = True
-                state = await self._land(site, offer.refs)
+                state = await self._land(site, offer)
             if state is not None:
                 await self._add(site, offer.envelope, state)
         finally:
             if has_place:
                 self._places.release()
 
-    async def _land(self, site: Address, refs: Mapping[str, TensorRef]) -> State:
+    async def _land(self, site: Address, offer: _Offer) -> State:
         """Bring a contribution: one payload as a whole, anything else part by part."""
-        batch = sole_batch(refs)
-        if batch is not None:
-            return await self._pull_payload(site, batch, None, partial(self._accept, site))
+        if offer.whole is not None:
+            return await self._pull_payload(site, offer.whole, None, partial(self._accept, site))
         states: list[State] = []
         tensors: dict[str, object] = {}
         try:
-            for batch, part in by_batch(refs).items():
+            for batch, part in by_batch(offer.refs).items():
                 names = frozenset(leaf.name for leaf in part.values())
                 accept = partial(self._accept_part, site, part)
                 state = await self._pull_payload(site, batch, names, accept)
