@@ -414,15 +414,14 @@ class Job:
                 async with anyio.create_task_group() as nursery:
                     self._nursery = nursery
                     self.endpoint.jobs.add(self)
-                    lease = anyio.CancelScope()
-                    nursery.start_soon(self._keep_lease, lease)
+                    nursery.start_soon(self._keep_lease)
                     nursery.start_soon(self._reap)
                     task_status.started()
                     await self._closing.wait()
                     await self._drain()
                     if self.record.state is JobRootState.STUCK:
                         await self._bury_late()
-                    lease.cancel()
+                    nursery.cancel_scope.cancel()  # nothing is left but the housekeeping
         finally:
             self.endpoint.jobs.discard(self)
             self._end()
@@ -432,14 +431,13 @@ class Job:
         self.endpoint.open_jobs.discard(self.name)
         self.closed.set()
 
-    async def _keep_lease(self, scope: anyio.CancelScope) -> None:
-        with scope:
-            while True:
-                await anyio.sleep(TOUCH_EVERY)
-                try:
-                    await run_in_thread(self._root.touch, limiter=self.endpoint.resources.roots)
-                except OSError as error:
-                    logger.warning("job %s: its lease cannot be touched: %s", self.name, error)
+    async def _keep_lease(self) -> None:
+        while True:
+            await anyio.sleep(TOUCH_EVERY)
+            try:
+                await run_in_thread(self._root.touch, limiter=self.endpoint.resources.roots)
+            except OSError as error:
+                logger.warning("job %s: its lease cannot be touched: %s", self.name, error)
 
     async def _reap(self) -> None:
         """Remove what crashed owners left beside this root; once in a while, and never a live one."""
@@ -451,7 +449,7 @@ class Job:
             del reaped[next(iter(reaped))]
         reaped[base] = now
         try:
-            report = await run_in_thread(reclaim, base)
+            report = await run_in_thread(reclaim, base, limiter=self.endpoint.resources.roots)
         except (StreamoffError, OSError) as error:
             logger.warning("%s cannot be searched for dead job roots: %s", base, error)
             return
