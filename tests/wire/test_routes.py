@@ -42,7 +42,7 @@ def test_the_longest_prefix_wins(
     """A frame takes the most specific link, else the uplink, never back, and never up for what is below me."""
     chosen = choose(
         Address(to),
-        map(Address, links),
+        set(map(Address, links)),
         address(uplink),
         me=Address("relay"),
         came_from=address(came_from),

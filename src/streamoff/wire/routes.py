@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TypeVar
 
 from streamoff.types import Address
@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Routed)
 
 def choose(
     to: Address,
-    links: Iterable[Address],
+    links: Container[Address],
     uplink: Address | None,
     *,
     me: Address,
@@ -37,10 +37,20 @@ def choose(
     Returns:
         The address of a link, or None: the frame is unreachable from here.
     """
-    best = max((link for link in links if link.covers(to)), key=len, default=None)
+    best = _longest_prefix(to, links)
     if best is None and not me.covers(to):
         best = uplink
     return None if best == came_from else best
+
+
+def _longest_prefix(to: Address, links: Container[Address]) -> Address | None:
+    """``to`` or the nearest ancestor of it that has a link; one look for each segment."""
+    name: str = to
+    while name:
+        if name in links:
+            return Address(name)
+        name = name.rpartition(".")[0]
+    return None
 
 
 def forwarded(frame: R) -> R | None:
