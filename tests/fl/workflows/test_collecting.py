@@ -8,7 +8,7 @@ import anyio
 import pytest
 import torch
 
-from streamoff.errors import AggregationError, QuorumLostError
+from streamoff.errors import AggregationError, QuorumLostError, TransferError
 from streamoff.fl.aggregation import Policies
 from streamoff.fl.executors.in_process import Result
 from streamoff.types import MIB
@@ -46,6 +46,22 @@ async def test_the_timeout_closes_a_round_with_what_it_has(tmp_path: Path) -> No
         assert rounds[0].accepted == ("site-1",)
         assert rounds[0].failed == {"site-2": "no result within 20 s"}
         assert values == [1.0]
+
+
+async def test_a_model_is_not_served_beyond_its_round(tmp_path: Path) -> None:
+    """A site that comes for the model when the round is over is told that it is gone; nothing stays open for it."""
+    async with World(tmp_path) as world:
+        await world.site("site-1", after(1))
+        hand = await world.hand("site-2")
+        workflow = federated(min_responses=1, round_timeout=20)
+        async with (
+            world.open_job() as job,
+            workflow.run(job, ["site-1", "site-2"]) as rounds,
+        ):
+            await anext(rounds)
+            assert not world.server.publisher.open
+            with pytest.raises(TransferError, match=r"gone|deleted"):
+                await hand.fetch()
 
 
 async def test_the_timeout_with_too_few_costs_the_round(tmp_path: Path) -> None:
