@@ -113,6 +113,18 @@ async def test_silence_is_noticed_after_fifteen_seconds():
         w.network.heal("server", "site-1")
 
 
+@pytest.mark.parametrize("latency", [0.1, 0.2, 0.3, 0.7, 1 / 3, 1.1, 2.3])
+async def test_silence_is_noticed_whatever_the_instant(latency):
+    """A last frame at an odd instant is counted from like any other: the clock does not stand still over a rounding."""
+    async with world(network=MemoryNetwork(latency=latency)) as w:
+        await anyio.sleep(12)
+        w.network.partition("server", "site-1")
+        with anyio.fail_after(SILENCE_SECONDS + 0.001):
+            while w.server.statistics().links or w.site.statistics().links:  # noqa: ASYNC110
+                await anyio.sleep(0.25)
+        w.network.heal("server", "site-1")
+
+
 async def test_one_direction_that_is_dead_is_a_dead_link():
     """When only one direction is cut off, its far end notices the silence, and both end the link."""
     async with world() as w:

@@ -326,9 +326,8 @@ class Transfer:
         now = self._now()
         if self._unreachable_since is None:
             self._unreachable_since = now
-        self.link_lost()
-        if now - self._unreachable_since < self.record.budgets.reconnect_grace:
-            self._probe.at(now + PROBE_SECONDS)
+        self._step(m.LinkLost(self._unreachable_since))  # the grace counts from the first time
+        self._probe.at(now + PROBE_SECONDS)
 
     def _ask_again(self) -> None:
         if self.record.state is DownloadState.BACKOFF:

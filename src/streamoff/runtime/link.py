@@ -340,13 +340,12 @@ class LinkDriver:
         if self.link.held_up or received != self._received:
             # what the peer says waits for us, or is a frame that takes its time
             self._heard, self._received = now, received
-        silent = now - self._heard
-        if silent >= SILENCE_SECONDS:
+        if now >= self._heard + SILENCE_SECONDS:
             self.lose(
                 LinkLostError(
                     "the link is silent",
                     expected=f"a frame within {SILENCE_SECONDS:g} s",
-                    got=f"{silent:.1f} s of silence",
+                    got=f"{now - self._heard:.1f} s of silence",
                     peer=self.peer,
                 )
             )

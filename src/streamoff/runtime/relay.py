@@ -343,24 +343,27 @@ class Relay:
         self._timer.at(min(self._timer.due, due))
 
     def _look(self) -> None:
-        """See what is slow and what is over; look again when the next can be."""
+        """See what is slow and what is over; look again when the next can be.
+
+        Due times are sums here as where they are set: a difference rounds otherwise, and would be due for ever.
+        """
         now = anyio.current_time()
         due = now + FORGOTTEN_SECONDS
         for key, stream in tuple(self._streams.items()):
             for start, one in tuple(stream.under_way.items()):
-                if one.counted and now - one.since >= SLOW_SECONDS:
+                if one.counted and now >= one.since + SLOW_SECONDS:
                     self._counted -= one.counted
                     one.counted = 0
                 if one.counted:
                     due = min(due, one.since + SLOW_SECONDS)
-                elif not one.here and now - one.since >= FORGOTTEN_SECONDS:
+                elif not one.here and now >= one.since + FORGOTTEN_SECONDS:
                     del stream.under_way[start]
                     self._line_up(key, stream)
                 elif not one.here:
                     due = min(due, one.since + FORGOTTEN_SECONDS)
             if stream.under_way or stream.held:
                 continue
-            if now - stream.asked >= FORGOTTEN_SECONDS:
+            if now >= stream.asked + FORGOTTEN_SECONDS:
                 self._forget(key)
             else:
                 due = min(due, stream.asked + FORGOTTEN_SECONDS)
