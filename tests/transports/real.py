@@ -57,16 +57,16 @@ class Consortium:
         authority.create(directory)
 
     def identity(self, address: str, **options: Any) -> Identity:
-        """The identity of an address; with options, a new one of its own."""
+        """The identity of an address; with options, a new one in its place."""
         place = self.directory / authority.ISSUED / address
         if options or not place.exists():
-            authority.issue(self.directory, Address(address), **options)
+            authority.issue(self.directory, Address(address), **{"force": True, **options})
         return Identity.load(place)
 
     def expired(self, address: str) -> Identity:
         """An identity whose time is over since yesterday."""
         long_ago = dt.datetime.now(dt.UTC) - dt.timedelta(days=11)
-        return self.identity(address, days=10, now=long_ago, force=True)
+        return self.identity(address, days=10, now=long_ago)
 
 
 # --- links --------------------------------------------------------------------------------------

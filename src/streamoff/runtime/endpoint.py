@@ -57,6 +57,8 @@ from streamoff.wire.frames import (
     Chunk,
     Confirm,
     Error,
+    ErrorCode,
+    Frame,
     FrameType,
     Hello,
     Hold,
@@ -68,8 +70,8 @@ from streamoff.wire.frames import (
     Routed,
     Unreachable,
 )
-from streamoff.wire.handshake import judge
-from streamoff.wire.limits import DEFAULT_LIMITS, Limits
+from streamoff.wire.handshake import Accepted, judge
+from streamoff.wire.limits import DEFAULT_LIMITS, Limits, clip
 from streamoff.wire.routes import choose, forwarded, may_speak
 
 __all__ = [
@@ -152,9 +154,26 @@ def _check_names(ref: Ref, names: Collection[str], me: Address, limits: Limits) 
 def _expect_hello(inbound: Inbound) -> Hello:
     frame = inbound.frame
     inbound.release()
+    if isinstance(frame, Error) and frame.of is FrameType.HELLO:
+        raise HandshakeError(f"refused by the peer: {frame.detail}", peer=frame.sender)
     if not isinstance(frame, Hello):
         raise HandshakeError("the first frame", expected="hello", got=type(frame).__name__)
     return frame
+
+
+def _refusal(mine: Hello, theirs: Hello, error: HandshakeError) -> Error:
+    return Error(
+        to=theirs.address,
+        sender=mine.address,
+        of=FrameType.HELLO,
+        id=0,
+        code=ErrorCode.REFUSED,
+        detail=clip(str(error)),
+    )
+
+
+async def _say(link: Link, frame: Frame) -> None:
+    await link.send(frame, lambda: iter(()))
 
 
 class BaseEndpoint:
@@ -412,17 +431,12 @@ class BaseEndpoint:
         )
         try:
             with anyio.fail_after(HANDSHAKE_SECONDS):
-                await link.send(mine, lambda: iter(()))
+                if dialled is not None:
+                    await _say(link, mine)
                 hello = _expect_hello(await link.receive())
-            known = self._instances.get(hello.address)
-            accepted = judge(
-                mine,
-                hello,
-                known,
-                dialled=dialled,
-                certified=link.certified,
-                same_certificate=self._same_certificate(hello.address, link),
-            )
+                accepted = await self._judge(link, mine, hello, dialled)
+                if dialled is None:
+                    await _say(link, mine)
         except TimeoutError as error:
             await self._drop_link(link)
             raise HandshakeError(
@@ -441,6 +455,25 @@ class BaseEndpoint:
             timers=self.timers,
             dispatch=self._dispatch,
         )
+
+    async def _judge(
+        self, link: Link, mine: Hello, theirs: Hello, dialled: Address | None
+    ) -> Accepted:
+        """Decide whether the link may live; who dialled is told why not."""
+        try:
+            return judge(
+                mine,
+                theirs,
+                self._instances.get(theirs.address),
+                dialled=dialled,
+                certified=link.certified,
+                same_certificate=self._same_certificate(theirs.address, link),
+            )
+        except HandshakeError as error:
+            if dialled is None:
+                other_version = theirs.version != mine.version  # which knows my hello, if anything
+                await _say(link, mine if other_version else _refusal(mine, theirs, error))
+            raise
 
     def _same_certificate(self, peer: Address, link: Link) -> bool:
         """Of two live instances of an address the newer wins only with the same certificate."""

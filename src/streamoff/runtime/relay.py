@@ -348,24 +348,26 @@ class Relay:
         Due times are sums here as where they are set: a difference rounds otherwise, and would be due for ever.
         """
         now = anyio.current_time()
-        due = now + FORGOTTEN_SECONDS
+        dues = [now + FORGOTTEN_SECONDS]
         for key, stream in tuple(self._streams.items()):
             for start, one in tuple(stream.under_way.items()):
-                if one.counted and now >= one.since + SLOW_SECONDS:
+                if one.counted and one.since + SLOW_SECONDS <= now:
                     self._counted -= one.counted
                     one.counted = 0
                 if one.counted:
-                    due = min(due, one.since + SLOW_SECONDS)
-                elif not one.here and now >= one.since + FORGOTTEN_SECONDS:
+                    dues.append(one.since + SLOW_SECONDS)
+                elif one.here:
+                    continue
+                elif one.since + FORGOTTEN_SECONDS <= now:
                     del stream.under_way[start]
                     self._line_up(key, stream)
-                elif not one.here:
-                    due = min(due, one.since + FORGOTTEN_SECONDS)
+                else:
+                    dues.append(one.since + FORGOTTEN_SECONDS)
             if stream.under_way or stream.held:
                 continue
-            if now >= stream.asked + FORGOTTEN_SECONDS:
+            if stream.asked + FORGOTTEN_SECONDS <= now:
                 self._forget(key)
             else:
-                due = min(due, stream.asked + FORGOTTEN_SECONDS)
-        self._timer.at(due if self._streams else None)
+                dues.append(stream.asked + FORGOTTEN_SECONDS)
+        self._timer.at(min(dues) if self._streams else None)
         self._let_go()
