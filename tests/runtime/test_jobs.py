@@ -1,5 +1,6 @@
 """Job roots: what runs under them, how they end, and what is left afterwards, which is nothing."""
 
+import asyncio
 import secrets
 import threading
 from functools import partial
@@ -618,6 +619,36 @@ async def test_a_cancelled_controller_still_gets_its_cancels_out(tmp_path):
         outcome = await tx.wait()
         assert outcome.reason == "receiver_failed"
         assert outcome.settled_at == 10 + 0.5
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_cancellation_that_is_asyncios_own_breaks_no_drain(tmp_path):
+    """A task that is cancelled the asyncio way while its job drains goes; the drain goes on, and the name is free."""
+    async with world() as w:
+        ends: list[float] = []
+
+        async def slow() -> None:
+            await anyio.sleep(3)
+            ends.append(anyio.current_time())
+
+        async def controller() -> None:
+            async with open_job("job", w.server, scratch=tmp_path) as job:
+                job.start(slow)
+                await anyio.sleep_forever()
+
+        task = asyncio.ensure_future(controller())
+        await anyio.sleep(1)
+        task.cancel()
+        await anyio.sleep(1)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert anyio.current_time() == 2
+        await anyio.sleep(2)
+        assert ends == [3]
+        assert not w.server.open_jobs
         assert list(tmp_path.iterdir()) == []
 
 
