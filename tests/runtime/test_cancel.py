@@ -4,7 +4,7 @@ import asyncio
 import random
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -127,6 +127,29 @@ async def test_a_download_is_cancelled_before_it_began():
         assert attempt.cancelled
         assert (await tx.wait()).settled_at == 0
         await assert_given_up(w, tx, references)
+
+
+async def test_a_slot_is_given_up_also_before_the_first_step_of_its_task():
+    """What is given up before its task ran was asked for all the same: the producer hears both."""
+    async with world() as w:
+        tx, ref = w.offer(payload())
+        attempt = Attempt()
+        async with tasks() as group:
+
+            def start_late(call: Callable[..., Any], *args: Any) -> None:
+                async def late() -> None:
+                    await anyio.sleep(5)
+                    await call(*args)
+
+                group.start_soon(late)
+
+            transfer = w.server.transfer(ref, memory())
+            group.start_soon(attempt.run, partial(w.server.run_transfer, transfer, start_late))
+            await anyio.sleep(1)
+            attempt.scope.cancel()
+            assert (await tx.wait()).settled_at == 1
+        assert attempt.cancelled
+        w.assert_idle()
 
 
 @pytest.mark.parametrize("ended", ["a cancelled scope", "a notice"])

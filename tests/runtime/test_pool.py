@@ -1,5 +1,7 @@
 """The pool of buffers: a bound on bytes, fair, whole after cancellation, and not hostage to a stalled peer."""
 
+import asyncio
+
 import anyio
 import pytest
 
@@ -122,6 +124,21 @@ async def test_a_cancelled_wait_takes_nothing():
             buffer.release()
         assert pool.used == pool.lent == 0
         (await pool.borrow()).release()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_a_wait_that_is_granted_and_cancelled_at_once_takes_nothing():
+    """A task that asyncio cancels in the instant in which its buffer is granted gives it back."""
+    pool = small(1)
+    held = await pool.borrow()
+    task = asyncio.ensure_future(pool.borrow())
+    await settled_tasks()
+    held.release()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pool.used == pool.lent == 0
+    (await pool.borrow()).release()
 
 
 async def test_a_buffer_that_waits_for_a_stalled_peer_is_taken_back():

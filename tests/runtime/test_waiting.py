@@ -34,6 +34,7 @@ from .world import (
     memory,
     not_the_first,
     puppet,
+    settled_tasks,
     state_dict,
     tasks,
     world,
@@ -323,6 +324,24 @@ async def test_what_a_link_that_is_replaced_had_under_way_is_asked_for_again():
         assert_pattern(attempt.state)
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
         assert attempt.seconds < 20 + 4 + 1  # the transfer itself, one chunk again, and no stall
+
+
+async def test_a_peer_that_dials_again_is_asked_again_at_once():
+    """A second link of the same peer takes the place of the first, and what was asked for there is asked for here."""
+    async with world(sites=0) as w, puppet(w.network, instance=bytes(16)) as first:
+        attempt = Attempt()
+        async with tasks() as group:
+            group.start_soon(attempt.run, partial(w.download, ref_of(first)))
+            await first.next(Open)
+            await anyio.sleep(3)
+            async with puppet(w.network, instance=bytes(16)) as second:
+                await second.next(Open)
+                assert anyio.current_time() == 3
+                await settled_tasks()
+                assert not first.alive()
+                assert w.server.statistics().links == 1
+                attempt.scope.cancel()
+                await second.next(Cancel)
 
 
 # --- slow lines -----------------------------------------------------------------------------------
