@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import anyio
+from anyio.abc import TaskGroup
 
 from streamoff.errors import (
     InvariantError,
@@ -126,6 +127,14 @@ class Link(Protocol):
         """Send within what both ends accept from now on."""
         ...
 
+    async def fetch(self, item: Deferred) -> Deferred | None:
+        """Wait for what sending the item would wait for at this end, such as a disk.
+
+        Returns:
+            What to send in its place; None: nobody wants it any more.
+        """
+        ...
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item; between its pieces, send what ``urgent()`` yields.
 
@@ -188,7 +197,11 @@ class LinkDriver:
         self._control: deque[Frame] = deque()
         self._control_bytes = 0
         self._bulk: deque[Deferred] = deque()
+        self._fetched: Deferred | None = None
+        self._fetching = False
+        self._departing = False
         self._sending = False
+        self._tasks: TaskGroup | None = None
         self._mute = False
         self._wake = Signal()
         self._idle = Signal()
@@ -212,7 +225,8 @@ class LinkDriver:
     @property
     def backlog(self) -> int:
         """Items that wait for the writer, or that it has not got rid of."""
-        return len(self._control) + len(self._bulk) + self._sending
+        bulk = len(self._bulk) + self._fetching + (self._fetched is not None)
+        return len(self._control) + bulk + self._sending
 
     @property
     def crowded(self) -> bool:
@@ -240,7 +254,7 @@ class LinkDriver:
             item.drop()
             return
         self._bulk.append(item)
-        self._wake.notify()
+        self._fetch_next()
 
     def lose(self, cause: StreamoffError) -> None:
         """End the link; the first cause stands."""
@@ -257,10 +271,12 @@ class LinkDriver:
         self._keepalive.at(self._now() + KEEPALIVE_SECONDS)
         try:
             with self._scope:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._guarded, self._write_out)
-                    tasks.start_soon(self._guarded, self._read)
+                async with anyio.create_task_group() as self._tasks:
+                    self._tasks.start_soon(self._guarded, self._write_out)
+                    self._tasks.start_soon(self._guarded, self._read)
+                    self._fetch_next()
         finally:
+            self._tasks = None
             self._keepalive.cancel()
             self._drop_queues()
             with anyio.CancelScope(shield=True, deadline=self._now() + 1.0):
@@ -285,6 +301,9 @@ class LinkDriver:
             await self._idle.wait()
 
     def _drop_queues(self) -> None:
+        if self._fetched is not None:
+            self._fetched.drop()
+            self._fetched = None
         while self._bulk:
             self._bulk.popleft().drop()
         self._control.clear()
@@ -312,12 +331,36 @@ class LinkDriver:
     async def _write(self) -> None:
         while True:
             self._sending = True
-            while self._control or self._bulk:
-                item = self._next_control() if self._control else self._bulk.popleft()
-                await self.link.send(item, self._take_control)
+            while self._control or self._fetched is not None:
+                if self._control:
+                    await self.link.send(self._next_control(), self._take_control)
+                elif self._fetched is not None:
+                    item, self._fetched = self._fetched, None
+                    self._departing = True
+                    await self.link.send(item, self._take_control)
+                    self._departing = False
+                    self._fetch_next()
             self._sending = False
             self._idle.notify()
             await self._wake.wait()
+
+    def _fetch_next(self) -> None:
+        """Fetch the next chunk if the last one has gone: a slow disk holds up no control frame."""
+        busy = self._fetching or self._fetched is not None or self._departing
+        if self._bulk and self._tasks is not None and not busy:
+            self._fetching = True
+            self._tasks.start_soon(self._guarded, self._fetch)
+
+    async def _fetch(self) -> None:
+        while self._bulk and self._fetched is None:
+            item = await self.link.fetch(self._bulk.popleft())
+            if item is not None and self._mute:
+                item.drop()
+            else:
+                self._fetched = item
+        self._fetching = False
+        self._wake.notify()
+        self._idle.notify()
 
     async def _read(self) -> None:
         while True:

@@ -238,6 +238,10 @@ class MemoryLink:
     def agree(self, limits: LinkLimits) -> None:
         """Frames are not cut into pieces here."""
 
+    async def fetch(self, item: Deferred) -> Deferred:
+        """The far end fetches a chunk, when it takes it. See :class:`streamoff.runtime.link.Link`."""
+        return item
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item. See :class:`streamoff.runtime.link.Link`."""
         await self._out.send(item, urgent)

@@ -11,18 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import anyio.lowlevel
 
 from streamoff.errors import LimitError
-from streamoff.runtime.link import Inbound, Outbound, Urgent
+from streamoff.runtime.link import Deferred, Inbound, Outbound, Urgent
 from streamoff.runtime.pool import Buffer, BufferPool, Tenure
 from streamoff.transports.streams import ByteStream, consume
 from streamoff.types import MIB, Address
 from streamoff.wire.assembly import Abandoned, Assembler, abandon, split
-from streamoff.wire.codec import PREFIX_BYTES, Encoded, Prefix, encode
+from streamoff.wire.codec import PREFIX_BYTES, Prefix, encode
 from streamoff.wire.frames import Chunk, Frame, Views
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits, LinkLimits
 
@@ -172,21 +172,49 @@ class _Arriving:
 
 
 class _Departing:
-    """The chunk that is being sent."""
+    """A chunk that has been fetched and is being sent, piece by piece.
 
-    __slots__ = ("given_up", "inbound", "piece")
+    Args:
+        inbound: The chunk; on loan until the last piece has gone.
+        pieces: Heads and views of its frames; at least one.
+    """
 
-    def __init__(self, inbound: Inbound) -> None:
-        self.inbound = inbound
+    __slots__ = ("_given_up", "_inbound", "_pieces", "piece")
+
+    def __init__(self, inbound: Inbound, pieces: Iterator[tuple[bytes, Views]]) -> None:
+        self._inbound = inbound
+        self._pieces = pieces
+        self._given_up = False
         self.piece: list[memoryview] = []
-        self.given_up = False
+        self.next()
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~streamoff.runtime.link.Deferred`."""
+        return sum(map(len, self.piece))
+
+    async def render(self) -> Inbound:
+        """See :class:`~streamoff.runtime.link.Deferred`."""
+        return self._inbound
+
+    def drop(self) -> None:
+        """Return the memory, once."""
+        if not self._given_up:
+            self._inbound.release()
+
+    def next(self) -> bool:
+        """Go on to the next piece, if there is one; of a chunk that was given up it says that there is no more."""
+        head, views = next(self._pieces, (b"", ()))
+        if head and self._given_up:
+            head, views, self._pieces = abandon(CHUNK_CHANNEL), (), iter(())
+        self.piece = [memoryview(head), *views] if head else []
+        return bool(head)
 
     def give_up(self) -> None:
-        """Return the memory; the rest of the frame that was begun is kept, to finish it."""
-        if not self.given_up:
-            self.given_up = True
-            self.piece[:] = [memoryview(bytes(view)) for view in self.piece]
-            self.inbound.release()
+        """Return the memory; what is left of the piece at hand is kept, so that its frame is finished."""
+        self._given_up = True
+        self.piece[:] = [memoryview(bytes(view)) for view in self.piece]
+        self._inbound.release()
 
 
 class StreamLink:
@@ -240,12 +268,29 @@ class StreamLink:
 
     # --- sending ----------------------------------------------------------------------------------
 
+    async def fetch(self, item: Deferred) -> Deferred | None:
+        """Fetch a chunk; see :class:`~streamoff.runtime.link.Link`."""
+        inbound = await item.render()
+        if inbound is None:
+            return None
+        try:
+            encoded = encode(inbound.frame, self._limits)
+            departing = _Departing(inbound, split(encoded, CHUNK_CHANNEL, self._frame))
+        except BaseException:
+            inbound.release()
+            raise
+        if inbound.lent is not None:
+            inbound.lent.tenure = Tenure(lambda: self._sent, departing.give_up)
+        return departing
+
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item; see :class:`~streamoff.runtime.link.Link`."""
         if isinstance(item, Frame):
             await self._send_control(itertools.chain((item,), urgent()))
-        elif (inbound := await item.render()) is not None:
-            await self._send_chunk(inbound, urgent)
+        else:
+            departing = item if isinstance(item, _Departing) else await self.fetch(item)
+            if isinstance(departing, _Departing):
+                await self._send_chunk(departing, urgent)
         await anyio.lowlevel.checkpoint()
 
     async def _send_control(self, frames: Iterable[Frame]) -> None:
@@ -263,32 +308,19 @@ class StreamLink:
                     nbytes = 0
         await self._put(batch)
 
-    async def _send_chunk(self, inbound: Inbound, urgent: Urgent) -> None:
-        departing = _Departing(inbound)
+    async def _send_chunk(self, departing: _Departing, urgent: Urgent) -> None:
+        since_rest = 0
         try:
-            encoded = encode(inbound.frame, self._limits)
-            if inbound.lent is not None:
-                inbound.lent.tenure = Tenure(lambda: self._sent, departing.give_up)
-            await self._send_pieces(departing, encoded, urgent)
-        finally:
-            if not departing.given_up:
-                inbound.release()
-
-    async def _send_pieces(self, departing: _Departing, encoded: Encoded, urgent: Urgent) -> None:
-        begun, since_rest = False, 0
-        for head, views in split(encoded, CHUNK_CHANNEL, self._frame):
-            if begun:
-                await self._send_control(urgent())
-            if departing.given_up:
-                await self._put([memoryview(abandon(CHUNK_CHANNEL))])
-                return
-            begun = True
-            departing.piece = [memoryview(head), *views]
             await self._put(departing.piece)
-            since_rest += self._frame
-            if since_rest >= YIELD_BYTES:
-                since_rest = 0
-                await anyio.lowlevel.checkpoint()
+            while departing.next():
+                await self._send_control(urgent())
+                await self._put(departing.piece)
+                since_rest += self._frame
+                if since_rest >= YIELD_BYTES:
+                    since_rest = 0
+                    await anyio.lowlevel.checkpoint()
+        finally:
+            departing.drop()
 
     async def _put(self, views: list[memoryview]) -> None:
         """Send every byte; the list is emptied from the front."""

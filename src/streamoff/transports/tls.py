@@ -221,7 +221,7 @@ class TlsStream:
         self._closed = False
         self._read_waits_to_write = False
         self._write_waits_to_read = False
-        self._record = memoryview(b"")
+        self._record = b""
 
     def receive_nowait(self, views: Sequence[memoryview]) -> int:
         """See :class:`~streamoff.transports.streams.ByteStream`.
@@ -253,13 +253,15 @@ class TlsStream:
     def send_nowait(self, views: Sequence[memoryview]) -> int:
         """See :class:`~streamoff.transports.streams.ByteStream`.
 
-        Bytes that were refused once are offered again unchanged, as OpenSSL requires.
+        Small views are joined to one record and large ones sent from where they lie, so bytes that were
+        refused once are offered again unchanged, as OpenSSL requires.
         """
         self._check_open()
-        if not self._record:
-            self._record = _record(views)
+        large = len(views) == 1 or len(views[0]) >= RECORD_BYTES
+        if not large and not self._record:
+            self._record = _joined(views)
         try:
-            sent = self._sock.send(self._record)
+            sent = self._sock.send(views[0] if large else self._record)
         except ssl.SSLWantWriteError:
             self._write_waits_to_read = False
             return 0
@@ -268,7 +270,7 @@ class TlsStream:
             return 0
         except OSError as error:
             raise _lost(error) from error
-        self._record = memoryview(b"")
+        self._record = b""
         return sent
 
     async def sendable(self) -> None:
@@ -309,13 +311,10 @@ def _lost(error: OSError) -> StreamoffError:
     return LinkLostError(f"the link ended without a goodbye ({why})")
 
 
-def _record(views: Sequence[memoryview]) -> memoryview:
-    """What is sent at once: small views joined up to one record, a large one from where it lies."""
-    if len(views) == 1 or len(views[0]) >= RECORD_BYTES:
-        return views[0]
+def _joined(views: Sequence[memoryview]) -> bytes:
     joined = bytearray()
     for view in views:
         joined += view[: RECORD_BYTES - len(joined)]
         if len(joined) == RECORD_BYTES:
             break
-    return memoryview(bytes(joined))
+    return bytes(joined)
