@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed
+import tomllib
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -10,7 +11,8 @@ from sphinxcontrib import mermaid
 
 project = "streamoff"
 author = "the streamoff contributors"
-release = version = installed("streamoff")
+with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+    release = version = tomllib.load(file)["project"]["version"]
 
 extensions = ["myst_parser", "sphinxcontrib.mermaid"]
 exclude_patterns = ["_build"]

@@ -53,10 +53,11 @@ class Address(str):
 
     def __new__(cls, text: str) -> Self:
         """Validate ``text`` once, where it enters."""
+        given: object = text
         if type(text) is cls:
             return text
         if (
-            not isinstance(text, str)
+            not isinstance(given, str)
             or len(text) > 255
             or not all(_SEGMENT.fullmatch(part) for part in text.split("."))
         ):

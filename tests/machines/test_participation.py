@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
-
 import pytest
+from hypothesis import given, strategies as st
 
 from streamoff.errors import InvariantError
 from streamoff.machines import participation as p
