@@ -144,6 +144,10 @@ class ByteRange(tuple[int, int]):
             raise UsageError("not a byte range", expected="0 <= start <= stop", got=(start, stop))
         return super().__new__(cls, (start, stop))
 
+    def __getnewargs__(self) -> tuple[int, int]:
+        """Copy and pickle by the two bounds."""
+        return self[0], self[1]
+
     @property
     def start(self) -> int:
         """First byte."""

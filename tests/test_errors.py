@@ -1,0 +1,55 @@
+"""Errors: facts as attributes, one message made of them, whole across processes."""
+
+import inspect
+import pickle
+
+import pytest
+
+from streamoff import errors
+from streamoff.errors import NoSpaceError, StreamoffError
+
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, StreamoffError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_survives_pickling(kind: type[StreamoffError]) -> None:
+    """Type, message, facts and story are the same on the other side of a process boundary."""
+    error = kind("it broke", expected=3, got=4, site="site-1", story=("one", "two"))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert again.site == "site-1"
+    assert again.story == ("one", "two")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_error_is_exported_and_documented(kind: type[StreamoffError]) -> None:
+    """The taxonomy is public: each class is listed and says in a sentence what it is."""
+    assert kind.__name__ in errors.__all__
+    assert inspect.getdoc(kind)
+
+
+def test_the_message_says_what_was_expected_what_came_and_where() -> None:
+    """One line has it all, with the advice at the end."""
+    error = NoSpaceError("no room", expected=10, got=3, site="site-1", path=None, hint="Free some")
+    assert str(error) == "no room: expected 10, got 3 [site=site-1]. Free some"
+    assert isinstance(error, OSError)
+
+
+def test_outer_layers_add_what_inner_ones_could_not_know() -> None:
+    """A fact that is there stays; one that is missing is added."""
+    error = StreamoffError("it broke", site="inner").located(site="outer", ref="r1")
+    assert (error.site, error.ref) == ("inner", "r1")
+    with pytest.raises(AttributeError):
+        _ = error.tensor
+
+
+def test_a_hostile_fact_does_not_flood_the_message() -> None:
+    """Names that peers choose are cut, and what cannot be printed is quoted."""
+    error = StreamoffError("it broke", tensor="x" * 100_000, got="a\x00b")
+    assert len(str(error)) < 600
+    assert "\x00" not in str(error)
