@@ -1,6 +1,7 @@
 """Job roots: what runs under them, how they end, and what is left afterwards, which is nothing."""
 
 import asyncio
+import json
 import secrets
 import threading
 from functools import partial
@@ -16,9 +17,10 @@ from streamoff.errors import (
     UsageError,
 )
 from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
+from streamoff.runtime.control_files import read_control_file
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.jobs import MAX_REPORTED, ConsumerEnd, Job, open_job
+from streamoff.runtime.jobs import MAX_REPORTED, STUCK_REPORT, ConsumerEnd, Job, open_job
 from streamoff.runtime.threads import run_in_thread
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource
@@ -418,7 +420,9 @@ async def test_what_ignores_being_cut_is_stuck_and_nothing_is_removed_under_it(t
             async with open_job("job", w.server, scratch=tmp_path):
                 pass  # the name is free
             await anyio.sleep(100)
-            assert job.path.exists()
+            word = await read_control_file(job.path / STUCK_REPORT)
+            assert word is not None
+            assert json.loads(word)["stuck"] == ["the blocked one"]
             gate.open()
         await until_gone(job)
         assert found == [["payload.safetensors"]]

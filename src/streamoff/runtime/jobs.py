@@ -7,6 +7,7 @@ this module carries it out.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from streamoff.machines import job_root as m
 from streamoff.machines.download import DownloadState
 from streamoff.machines.job_root import JOB_ROOT, Admission, JobRoot, JobRootState
 from streamoff.machines.story import Story
+from streamoff.runtime.control_files import write_control_file
 from streamoff.runtime.downloading import Terms, Transfer
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.guard import ReadGuard
@@ -59,6 +61,8 @@ logger = logging.getLogger("streamoff.jobs")
 DRAIN_WINDOW_SECONDS: Final = 5.0
 MAX_REPORTED: Final = 256
 """Consumers that a report names; the others are counted."""
+STUCK_REPORT: Final = "report.json"
+"""The file in a stuck root that names what keeps it."""
 REAP_SECONDS: Final = 600.0
 """How often a scratch directory is searched for dead roots, at most."""
 MAX_REAPED: Final = 16
@@ -420,6 +424,7 @@ class Job:
                     await self._closing.wait()
                     await self._drain()
                     if self.record.state is JobRootState.STUCK:
+                        await self._leave_word()
                         await self._bury_late()
                     nursery.cancel_scope.cancel()  # nothing is left but the housekeeping
         finally:
@@ -501,6 +506,14 @@ class Job:
             return False
         JANITOR.reclaim(gone)
         return JANITOR.wait(gone, seconds)
+
+    async def _leave_word(self) -> None:
+        """Say in the root itself who keeps it, for whoever finds it there."""
+        word = {"job": self.name, "state": self.record.state.value, "stuck": self.record.stuck}
+        try:
+            await write_control_file(self.path / STUCK_REPORT, json.dumps(word).encode())
+        except (StreamoffError, OSError) as error:
+            logger.warning("job %s: its root does not say who keeps it: %s", self.name, error)
 
     async def _bury_late(self) -> None:
         """Wait for the last of what is stuck, then let the root go."""

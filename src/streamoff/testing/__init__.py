@@ -9,21 +9,37 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from streamoff.testing.leaks import LeakCheck
+    from streamoff.testing.machines import Faults, MachinePair
     from streamoff.testing.virtual import VirtualLoop, VirtualTime, run_virtual, virtual_backend
+    from streamoff.transports.memory import Conditions, MemoryNetwork
 
 _HOMES = {
-    "LeakCheck": "leaks",
-    "VirtualLoop": "virtual",
-    "VirtualTime": "virtual",
-    "run_virtual": "virtual",
-    "virtual_backend": "virtual",
+    "Conditions": "streamoff.transports.memory",
+    "Faults": "streamoff.testing.machines",
+    "LeakCheck": "streamoff.testing.leaks",
+    "MachinePair": "streamoff.testing.machines",
+    "MemoryNetwork": "streamoff.transports.memory",
+    "VirtualLoop": "streamoff.testing.virtual",
+    "VirtualTime": "streamoff.testing.virtual",
+    "run_virtual": "streamoff.testing.virtual",
+    "virtual_backend": "streamoff.testing.virtual",
 }
 
-__all__ = ["LeakCheck", "VirtualLoop", "VirtualTime", "run_virtual", "virtual_backend"]
+__all__ = [
+    "Conditions",
+    "Faults",
+    "LeakCheck",
+    "MachinePair",
+    "MemoryNetwork",
+    "VirtualLoop",
+    "VirtualTime",
+    "run_virtual",
+    "virtual_backend",
+]
 
 
 def __getattr__(name: str) -> object:
     """Import the module that a public name lives in."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
