@@ -7,6 +7,7 @@ import fcntl
 import functools
 import ipaddress
 import logging
+import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -93,19 +94,19 @@ class _Lobby:
     async def room(self) -> None:
         """Wait until there is room for one more; who is in no hurry is sent away for it."""
         while len(self._inside) >= MAX_HANDSHAKES:
-            slowest, since = next(iter(self._inside.items()))
-            left = self._left
-            with anyio.move_on_after(since + HASTE_SECONDS - anyio.current_time()):
-                await left.wait()
-                continue
-            slowest.cancel()
-            await left.wait()
+            now = anyio.current_time()
+            for scope, patience in self._inside.items():
+                if patience <= now:
+                    scope.cancel()
+            hasty = [patience for patience in self._inside.values() if patience > now]
+            with anyio.CancelScope(deadline=min(hasty, default=math.inf)):
+                await self._left.wait()
 
     @contextmanager
     def enter(self) -> Iterator[anyio.CancelScope]:
         """A scope that is cancelled when the time is over, or the room is needed."""
         with anyio.move_on_after(CONNECT_SECONDS) as scope:
-            self._inside[scope] = anyio.current_time()
+            self._inside[scope] = anyio.current_time() + HASTE_SECONDS
             try:
                 yield scope
             finally:
