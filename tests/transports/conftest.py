@@ -32,3 +32,21 @@ def consortium(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 def net(request: pytest.FixtureRequest, short_path: Path, consortium: Consortium) -> Net:
     """Places for each kind of transport."""
     return Net(request.param, short_path, consortium)
+
+
+@pytest.fixture
+def unix(short_path: Path, consortium: Consortium) -> Net:
+    """Places of unix sockets."""
+    return Net("unix", short_path, consortium)
+
+
+@pytest.fixture
+def tcp(short_path: Path, consortium: Consortium) -> Net:
+    """Places of TCP without TLS."""
+    return Net("tcp", short_path, consortium)
+
+
+@pytest.fixture
+def tls(short_path: Path, consortium: Consortium) -> Net:
+    """Places of TLS."""
+    return Net("tls", short_path, consortium)

@@ -72,18 +72,6 @@ OPENING_FRAMES = 64 * 1024
 """Hellos, headers and the like, generously."""
 
 
-@pytest.fixture
-def unix(short_path: Path, consortium: Consortium) -> Net:
-    """Places of unix sockets."""
-    return Net("unix", short_path, consortium)
-
-
-@pytest.fixture
-def tcp(short_path: Path, consortium: Consortium) -> Net:
-    """Places of TCP without TLS."""
-    return Net("tcp", short_path, consortium)
-
-
 def offer(site: BaseEndpoint, source: Source, to: str = "server") -> tuple[Transaction, Ref]:
     """Publish one payload for one receiver."""
     tx = site.publish([source], [Slot(secrets.token_bytes(16), Address(to))])

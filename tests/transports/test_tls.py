@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 import pytest
@@ -48,12 +47,6 @@ from .test_stream import chunk, raw, ready
 pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("no_leaks")]
 
 SERVER = Address("server")
-
-
-@pytest.fixture
-def tls(short_path: Path, consortium: Consortium) -> Net:
-    """Places for links over TLS."""
-    return Net("tls", short_path, consortium)
 
 
 @asynccontextmanager

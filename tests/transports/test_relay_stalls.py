@@ -1,0 +1,155 @@
+"""Peers that stop reading or sending, on unix sockets in virtual time: others go on, and they themselves later."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import anyio
+import pytest
+
+from streamoff.errors import StreamoffError, UnreachableError
+from streamoff.runtime.endpoint import BaseEndpoint
+from streamoff.runtime.link import CROWDED_BYTES
+from streamoff.runtime.pool import LAPSE_SECONDS, POOL_BYTES
+from streamoff.transports.sockets import UnixTransport
+from streamoff.types import MIB, Address, Slot
+
+from ..runtime.world import Attempt, ComputedSource, assert_pattern, memory, settled_tasks
+from .real import Cable, Net, cable, settled
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+STALLED = 10
+"""More than the pool has buffers."""
+
+
+@asynccontextmanager
+async def star(
+    net: Net, hub: str, names: list[str], *others: object
+) -> AsyncIterator[tuple[BaseEndpoint, list[BaseEndpoint], list[Cable]]]:
+    """An endpoint, and others that dial it, each along a cable of its own."""
+    async with AsyncExitStack() as stack:
+        transports = [*others, net.server(hub)]
+        middle = await stack.enter_async_context(BaseEndpoint(hub, transports=transports))  # type: ignore[arg-type]
+        ends, wires = [], []
+        for name in names:
+            directory = net.directory / name
+            directory.mkdir()
+            wire = await stack.enter_async_context(cable(net.places[hub], directory))
+            transport = UnixTransport(peers={hub: wire.place})  # type: ignore[dict-item]
+            end = await stack.enter_async_context(BaseEndpoint(name, transports=[transport]))
+            await end.connect(hub)
+            ends.append(end)
+            wires.append(wire)
+        await settled_tasks()
+        yield middle, ends, wires
+        for wire in wires:
+            wire.go_on()
+
+
+async def pull(source: BaseEndpoint, receiver: BaseEndpoint, nbytes: int, attempt: Attempt) -> None:
+    """Let a receiver pull a computed payload."""
+    tx = source.publish([ComputedSource(nbytes)], [Slot(secrets.token_bytes(16))])
+    transfer = receiver.transfer(tx.refs(0)[0], memory())
+    await attempt.run(partial(receiver.run_transfer, transfer))
+
+
+async def stalled_beside_one(
+    source: BaseEndpoint, ends: list[BaseEndpoint], wires: list[Cable], *, back: bool = True
+) -> float:
+    """Stall all lines but one in the middle of their downloads; how long that one takes.
+
+    With ``back`` the others go on before they are missed, and all of them have their payload in the end.
+    """
+    *slow, quick = ends
+    attempts = [Attempt() for _ in slow]
+    alone = Attempt()
+    async with anyio.create_task_group() as group:
+        for end, attempt in zip(slow, attempts, strict=True):
+            group.start_soon(pull, source, end, 16 * MIB, attempt)
+        for wire in wires[:-1]:
+            await settled(lambda: wire.carried > 5 * MIB)  # noqa: B023 - used at once
+            wire.stall()
+        await pull(source, quick, 40 * MIB, alone)
+        assert alone.state is not None, alone.error
+        if back:
+            for wire in wires[:-1]:
+                wire.go_on()
+        else:
+            for attempt in attempts:
+                attempt.scope.cancel()
+    for attempt in attempts:
+        assert not back or attempt.state is not None, attempt.error
+        if attempt.state is not None:
+            assert_pattern(attempt.state)
+    return alone.seconds
+
+
+async def test_receivers_that_stall_delay_nobody(unix: Net):
+    """More stalled receivers than the pool has buffers do not keep a server's broadcast from another; then they go on."""
+    async with star(unix, "server", [f"site-{n}" for n in range(STALLED + 1)]) as (
+        server,
+        sites,
+        wires,
+    ):
+        assert await stalled_beside_one(server, sites, wires) < 20 * LAPSE_SECONDS
+        assert server.resources.pool.lent == 0
+
+
+async def test_receivers_that_stall_behind_a_relay_delay_nobody(unix: Net):
+    """More stalled receivers behind one relay than its pool has buffers do not keep another from its payload."""
+    async with BaseEndpoint("server", transports=[unix.server("server")]) as server:
+        names = [f"site-1.t{n}" for n in range(STALLED + 1)]
+        async with star(unix, "site-1", names, unix.client("site-1")) as (site, trainers, wires):
+            await site.connect("server")
+            await settled_tasks()
+            assert await stalled_beside_one(server, trainers, wires) < 20 * LAPSE_SECONDS
+            assert server.resources.pool.used <= POOL_BYTES
+            assert site.relay.statistics().under_way == 0
+
+
+async def test_sources_that_stall_delay_nobody(unix: Net):
+    """More sites that stop in the middle of a chunk than the pool has buffers cost another site's upload little."""
+    async with star(unix, "server", [f"site-{n}" for n in range(STALLED + 1)]) as (
+        server,
+        sites,
+        wires,
+    ):
+        attempts = [Attempt() for _ in sites]
+        async with anyio.create_task_group() as group:
+            for end, attempt in zip(sites[:-1], attempts, strict=False):
+                group.start_soon(pull, end, server, 16 * MIB, attempt)
+            for wire in wires[:-1]:
+                await settled(lambda: wire.carried > 5 * MIB)  # noqa: B023 - used at once
+                wire.stall()
+            await pull(sites[-1], server, 40 * MIB, attempts[-1])
+            assert attempts[-1].seconds < 20 * LAPSE_SECONDS
+            for wire in wires:
+                wire.go_on()
+        for attempt in attempts:
+            assert attempt.state is not None, attempt.error
+            assert_pattern(attempt.state)
+
+
+async def test_a_relay_takes_no_more_for_a_peer_than_that_can_get_rid_of(unix: Net):
+    """Messages for a trainer that does not read are refused to their sender; neither link is lost for it."""
+    names = ["site-1.reader", "site-1.writer"]
+    async with star(unix, "site-1", names) as (site, (reader, writer), (wire, _)):
+        wire.stall()
+        refusals: list[StreamoffError | None] = []
+        body = (memoryview(bytes(8 * MIB)),)
+        for _ in range(12):
+            writer.mailbox.post(reader.address, "t", body, on_answer=refusals.append)
+            await settled_tasks()
+        await settled(lambda: refusals)
+        assert all(isinstance(error, UnreachableError) for error in refusals)
+        driver = site._links[Address("site-1.reader")]
+        assert driver.cause is None
+        assert driver._control_bytes <= CROWDED_BYTES + 8 * MIB
+        assert site.statistics().links == 2
+        inbox = reader.mailbox.subscribe("t")
+        wire.go_on()
+        assert (await anext(inbox)).sender == writer.address
+        inbox.close()
