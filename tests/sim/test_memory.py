@@ -120,3 +120,19 @@ def _until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
     while not condition():
         pause.wait(0.001)
+
+
+def test_large_blocks_go_back_to_the_system_when_they_are_freed():
+    """After the call, freeing a large block does not make the allocator keep the next ones."""
+    script = (
+        "from streamoff.sim.memory import keep_large_blocks_mapped, resident_bytes\n"
+        "keep_large_blocks_mapped()\n"
+        "bytearray(8 << 20)\n"
+        "before = resident_bytes()[1]\n"
+        "for _ in range(20):\n"
+        "    blocks = [b'x' * (300 << 10) for _ in range(40)]\n"
+        "    del blocks\n"
+        "print(resident_bytes()[1] - before)\n"
+    )
+    grown = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert int(grown) < 2 << 20

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     _check_json(args.json, config)
     with terminable():
         from streamoff.sim.engine import simulate  # loads torch: wrong arguments are told before
+        from streamoff.sim.memory import keep_large_blocks_mapped
 
+        keep_large_blocks_mapped()
         with watching(config, quiet=args.quiet) as display:
             report = supervised(
                 functools.partial(simulate, config, display),

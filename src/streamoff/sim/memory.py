@@ -9,6 +9,7 @@ which one it was.
 A sampler sees what is there when it looks: a peak shorter than its interval may be missed.
 """
 
+import ctypes
 import os
 import re
 import resource
@@ -24,8 +25,15 @@ from streamoff.scratch.names import RootName
 from streamoff.scratch.removal import Usage, measure
 from streamoff.sim.report import MemoryUse, ScratchUse
 
-__all__ = ["MemorySampler", "ScratchSampler", "resident_bytes", "warm_torch"]
+__all__ = [
+    "MemorySampler",
+    "ScratchSampler",
+    "keep_large_blocks_mapped",
+    "resident_bytes",
+    "warm_torch",
+]
 
+_M_MMAP_THRESHOLD: Final = -3  # malloc.h
 MEMORY_INTERVAL: Final = 0.02
 SCRATCH_INTERVAL: Final = 0.1
 SCRATCH_DUTY: Final = 20
@@ -51,6 +59,18 @@ def resident_bytes() -> tuple[str, int]:
             return field, int(match[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return "ru_maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_large_blocks_mapped() -> None:
+    """Have glibc give every block above 128 KiB back to the system when it is freed.
+
+    It does so at first, but raises the bound to the size of what was freed, up to 32 MiB, and then keeps such
+    blocks in the arena of each thread: megabytes that nobody uses, more with every thread. The bound is the
+    whole process's, so this is for our own commands and not for a library. Elsewhere than on glibc, nothing
+    happens.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def warm_torch() -> None:
