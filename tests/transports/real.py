@@ -244,6 +244,7 @@ class Cable:
         self._open: set[socket.socket] = set()
         self._whole = True
         self._limit: int | None = None
+        self._at_limit = self.cut
         self._moves = anyio.Event()
         self._moves.set()
         self.reached = anyio.Event()
@@ -261,14 +262,19 @@ class Cable:
 
     def cut_after(self, nbytes: int) -> None:
         """Cut when so many bytes more have been carried; sets :attr:`reached`."""
-        self._limit = self.carried + nbytes
+        self._limit, self._at_limit = self.carried + nbytes, self.cut
+
+    def stall_after(self, nbytes: int) -> None:
+        """Stall when so many bytes more have been carried; sets :attr:`reached`."""
+        self._limit, self._at_limit = self.carried + nbytes, self.stall
 
     def stall(self) -> None:
         """Carry nothing, and lose nothing."""
         self._moves = anyio.Event()
 
     def go_on(self) -> None:
-        """End a stall."""
+        """End a stall; there is no limit any more."""
+        self._limit = None
         self._moves.set()
 
     def _reset(self, sock: socket.socket) -> None:
@@ -324,8 +330,7 @@ class Cable:
                 self.carried += len(data)
                 if self._limit is not None and self.carried >= self._limit:
                     self.reached.set()
-                    self.cut()
-                    return
+                    self._at_limit()
                 await anyio.lowlevel.checkpoint()
         except (OSError, ValueError, anyio.ClosedResourceError):
             self._reset(source)

@@ -12,7 +12,7 @@ import pytest
 
 from streamoff.errors import StreamoffError, UnreachableError
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.link import CROWDED_BYTES
+from streamoff.runtime.link import CROWDED_BYTES, SILENCE_SECONDS
 from streamoff.runtime.pool import LAPSE_SECONDS, POOL_BYTES
 from streamoff.transports.sockets import UnixTransport
 from streamoff.types import MIB, Address, Slot
@@ -57,33 +57,29 @@ async def pull(source: BaseEndpoint, receiver: BaseEndpoint, nbytes: int, attemp
 
 
 async def stalled_beside_one(
-    source: BaseEndpoint, ends: list[BaseEndpoint], wires: list[Cable], *, back: bool = True
+    source: BaseEndpoint, ends: list[BaseEndpoint], wires: list[Cable]
 ) -> float:
     """Stall all lines but one in the middle of their downloads; how long that one takes.
 
-    With ``back`` the others go on before they are missed, and all of them have their payload in the end.
+    The others go on before they are missed, and all of them have their payload in the end.
     """
     *slow, quick = ends
     attempts = [Attempt() for _ in slow]
     alone = Attempt()
     async with anyio.create_task_group() as group:
-        for end, attempt in zip(slow, attempts, strict=True):
+        for wire, end, attempt in zip(wires, slow, attempts, strict=False):
+            wire.stall_after(5 * MIB)
             group.start_soon(pull, source, end, 16 * MIB, attempt)
         for wire in wires[:-1]:
-            await settled(lambda: wire.carried > 5 * MIB)  # noqa: B023 - used at once
-            wire.stall()
+            await wire.reached.wait()
         await pull(source, quick, 40 * MIB, alone)
         assert alone.state is not None, alone.error
-        if back:
-            for wire in wires[:-1]:
-                wire.go_on()
-        else:
-            for attempt in attempts:
-                attempt.scope.cancel()
+        for wire in wires[:-1]:
+            wire.go_on()
     for attempt in attempts:
-        assert not back or attempt.state is not None, attempt.error
-        if attempt.state is not None:
-            assert_pattern(attempt.state)
+        assert attempt.state is not None, attempt.error
+        assert_pattern(attempt.state)
+        assert attempt.seconds < SILENCE_SECONDS
     return alone.seconds
 
 
@@ -119,11 +115,11 @@ async def test_sources_that_stall_delay_nobody(unix: Net):
     ):
         attempts = [Attempt() for _ in sites]
         async with anyio.create_task_group() as group:
-            for end, attempt in zip(sites[:-1], attempts, strict=False):
+            for wire, end, attempt in zip(wires, sites[:-1], attempts, strict=False):
+                wire.stall_after(5 * MIB)
                 group.start_soon(pull, end, server, 16 * MIB, attempt)
             for wire in wires[:-1]:
-                await settled(lambda: wire.carried > 5 * MIB)  # noqa: B023 - used at once
-                wire.stall()
+                await wire.reached.wait()
             await pull(sites[-1], server, 40 * MIB, attempts[-1])
             assert attempts[-1].seconds < 20 * LAPSE_SECONDS
             for wire in wires:
@@ -131,6 +127,7 @@ async def test_sources_that_stall_delay_nobody(unix: Net):
         for attempt in attempts:
             assert attempt.state is not None, attempt.error
             assert_pattern(attempt.state)
+            assert attempt.seconds < SILENCE_SECONDS
 
 
 async def test_a_relay_takes_no_more_for_a_peer_than_that_can_get_rid_of(unix: Net):
