@@ -109,6 +109,20 @@ async def test_who_is_not_believed_is_refused_and_told_why(tls: Net, tmp_path, c
     assert "the certificate does not cover the address" in log
 
 
+async def test_an_identity_cannot_issue_identities(tls: Net, tmp_path):
+    """What a site signs with the key of its own certificate opens no link, also with the whole chain shown."""
+    site = tls.consortium.identity("site-1")
+    shutil.copy(site.certificate, tmp_path / "authority.pem")
+    shutil.copy(site.key, tmp_path / "authority.key")
+    forged = authority.issue(tmp_path, Address("site-2")).directory
+    chain = (forged / "certificate.pem").read_bytes() + site.certificate.read_bytes()
+    (forged / "certificate.pem").write_bytes(chain)
+    rogue = Identity(forged / "certificate.pem", forged / "key.pem", site.authority)
+    async with server_of(tls) as server:
+        assert "by the peer" in await refused(dialler(tls, "site-2", rogue))
+        assert server.statistics().links == 0
+
+
 async def test_a_peer_without_a_certificate_or_with_an_older_protocol_is_refused(tls: Net):
     """TLS is mutual and 1.3: less is refused at once, on a socket that is closed."""
     async with server_of(tls) as server:
