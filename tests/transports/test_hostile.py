@@ -22,7 +22,7 @@ import anyio.from_thread
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from streamoff.errors import TransferError
+from streamoff.errors import TransferError, UnreachableError
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import SILENCE_SECONDS
 from streamoff.runtime.pool import POOL_BYTES
@@ -62,7 +62,7 @@ from ..runtime.world import (
     settled_tasks,
 )
 from ..wire.hostile import forged, header_of
-from .real import settled
+from .real import Consortium, settled
 from .test_stream import raw
 
 SERVER, SITE = Address("server"), Address("mallory")
@@ -157,6 +157,29 @@ async def test_who_says_half_a_hello_is_sent_away(short_path: Path):
             assert is_closed(mute)
             assert is_closed(slow)
         assert w.server.statistics().links == 1
+
+
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_handshake_that_stands_still_is_given_up(consortium: Consortium):
+    """With TLS, a dialler that says nothing is sent away after ten seconds, and a listener that says nothing is given up."""
+    tls = consortium.identity("server")
+    transport = TcpTransport(listen=HostPort("127.0.0.1", 0), tls=tls)
+    async with BaseEndpoint("server", transports=[transport]):
+        assert transport.place is not None
+        with socket.create_connection((transport.place.host, transport.place.port)) as mute:
+            mute.setblocking(False)
+            await anyio.sleep(sockets.CONNECT_SECONDS - 0.5)
+            assert not is_closed(mute)
+            await anyio.sleep(1)
+            assert is_closed(mute)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peers = {"server": HostPort("127.0.0.1", listener.getsockname()[1])}
+        transport = TcpTransport(peers=peers, tls=consortium.identity("mallory"))
+        async with BaseEndpoint("mallory", transports=[transport]) as site:
+            began = anyio.current_time()
+            with pytest.raises(UnreachableError, match="no answer in time"):
+                await site.connect("server")
+            assert anyio.current_time() - began == sockets.CONNECT_SECONDS
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -360,7 +383,7 @@ WILD = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=40),
     st.lists(st.integers(0, 3), max_size=4),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=3),
 )
 
 

@@ -27,7 +27,7 @@ from streamoff.tensors.sources import StateDictSource
 from streamoff.transports import authority
 from streamoff.transports.sockets import HostPort, TcpTransport
 from streamoff.transports.stream import StreamLink
-from streamoff.transports.tls import Identity, addresses_of, secure
+from streamoff.transports.tls import Identity, TlsStream, addresses_of, secure
 from streamoff.types import MIB, Address, Ref, Slot
 from streamoff.wire.frames import Chunk, Ping, Pull
 
@@ -344,3 +344,20 @@ async def test_an_idle_link_wakes_up_at_once_when_bytes_are_decrypted_already(
                 assert (await far.receive()).frame == Ping(id=number, reply=False)
         await send(near, ready(chunk(10)))
         (await far.receive()).release()
+
+
+async def test_a_reader_and_a_writer_that_wait_for_the_same_thing_do_not_clash(
+    consortium: Consortium,
+):
+    """While keys are renewed a reader may have to write; if the writer waits for that already it waits its turn."""
+    async with link_pair("tls", consortium, buffer=8192) as (near, far):
+        stream = near._stream
+        assert isinstance(stream, TlsStream)
+        async with anyio.create_task_group() as group:
+            group.start_soon(send, near, ready(chunk(4 * MIB)))
+            await settled(lambda: near._sent > 0)
+            await anyio.sleep(0.02)
+            stream._read_waits_to_write = True
+            await stream.receivable()  # the writer waits for just that
+            (await far.receive()).release()
+            await stream.receivable()  # nobody waits, and there is room

@@ -218,6 +218,7 @@ class BaseEndpoint:
         self.warned_no_job = False
         self._scopes: set[anyio.CancelScope] = set()
         self._log_refused = SparingLog(logger, logging.INFO)
+        self._log_lost = SparingLog(logger, logging.INFO)
         self._log_ignored = SparingLog(logger, logging.WARNING)
         self._log_dropped = SparingLog(logger, logging.WARNING)
         self._kept: set[Address] = set()
@@ -407,6 +408,7 @@ class BaseEndpoint:
                 return
             finally:
                 settled.set()
+            driver.send_nowait(driver.mine)  # who hears it finds the link in service
             self._put_into_service(driver)
             await self._drive(driver)
 
@@ -435,8 +437,6 @@ class BaseEndpoint:
                     await _say(link, mine)
                 hello = _expect_hello(await link.receive())
                 accepted = await self._judge(link, mine, hello, dialled)
-                if dialled is None:
-                    await _say(link, mine)
         except TimeoutError as error:
             await self._drop_link(link)
             raise HandshakeError(
@@ -490,7 +490,7 @@ class BaseEndpoint:
         cause = await driver.run()
         if self._links.get(driver.peer) is driver:
             self._take_out_of_service(driver)
-        logger.info("%s lost the link to %s: %s", self.address, driver.peer, cause.what)
+        self._log_lost("%s lost the link to %s: %s", self.address, driver.peer, cause.what)
 
     def _put_into_service(self, driver: LinkDriver) -> None:
         """Use a link from now on; what was under way on a former one to the same peer is lost."""

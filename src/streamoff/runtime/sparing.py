@@ -33,6 +33,7 @@ class SparingLog:
     def __call__(self, text: str, *args: object) -> None:
         """Log a line, or count it; inside an event loop."""
         now = anyio.current_time()
+        self._since = min(self._since, now)  # above it, if this is another event loop
         self._credit = min(BURST, self._credit + (now - self._since) / SECONDS_EACH)
         self._since = now
         if self._credit < 1:
