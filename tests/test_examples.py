@@ -22,7 +22,7 @@ def run(scratch: Path, *arguments: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr  # a round that is cut may say so in the log
     return done.stdout
 
 

@@ -144,7 +144,7 @@ def test_concurrent_additions_and_removals_are_survived(tmp_path: Path) -> None:
             try:
                 (tree / f"late-{n % 7}").mkdir(exist_ok=True)
                 (tree / f"late-{n % 7}" / f"{n}").touch()
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileExistsError, FileNotFoundError, NotADirectoryError):
                 continue
 
     def steal() -> None:
