@@ -124,7 +124,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     """Neither with nor without --force is a directory taken over that holds other files."""
     place = tmp_path / "home"
     place.mkdir(mode=0o755)
-    (place / "thesis.txt").write_text("years of work")
+    (place / "thesis.txt").write_text("years of work", encoding="utf-8")
     for force in (False, True):
         with pytest.raises(UsageError):
             authority.create(place, force=force)
@@ -151,7 +151,7 @@ def test_what_cannot_be_issued_is_refused_with_a_reason(
         assert main([*issue, address]) == 2
         assert "not an address" in capsys.readouterr().err
     assert not (place / "issued").exists()
-    (place / "authority.key").write_text("nonsense")
+    (place / "authority.key").write_text("nonsense", encoding="utf-8")
     assert main([*issue, "site-1"]) == 2
     assert "cannot be read" in capsys.readouterr().err
     long_ago = dt.datetime.now(dt.UTC) - dt.timedelta(days=100)
@@ -192,7 +192,11 @@ def test_the_package_that_is_missing_is_named() -> None:
         sys.exit(code)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=False, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 2, done.stderr
     assert "needs the package 'cryptography'" in done.stderr

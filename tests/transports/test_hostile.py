@@ -560,7 +560,7 @@ def test_a_flood_is_bounded(fortress: Fortress, lines: list[str], what: str, rea
 
 def anonymous_memory() -> int:
     """Bytes of this process that are its own."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     pytest.skip("this kernel does not tell RssAnon")

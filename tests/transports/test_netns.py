@@ -29,7 +29,7 @@ PATIENCE_SECONDS = 60
 
 def ip(*arguments: str) -> None:
     """Run iproute2."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, encoding="utf-8")
 
 
 class Host:
@@ -50,6 +50,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            encoding="utf-8",
             cwd=REPOSITORY,
         )
         self._log: list[str] = []
@@ -92,11 +93,8 @@ class Host:
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.terminate()
+        self.process.wait()
         for thread in self._threads:
             thread.join()
         for pipe in (self.process.stdout, self.process.stderr):
@@ -130,7 +128,7 @@ def names() -> Iterator[tuple[str, str, str]]:
         pytest.skip("iproute2 is not installed")
     probe = f"streamoff-probe-{os.getpid()}"
     made = subprocess.run(
-        ["ip", "netns", "add", probe], check=False, capture_output=True, text=True
+        ["ip", "netns", "add", probe], check=False, capture_output=True, text=True, encoding="utf-8"
     )
     if made.returncode:
         pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")

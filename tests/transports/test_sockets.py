@@ -580,6 +580,7 @@ def in_a_process(script: str, *arguments: object) -> str:
         check=False,
         capture_output=True,
         text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

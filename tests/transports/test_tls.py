@@ -198,7 +198,7 @@ def test_files_that_cannot_be_used_are_refused_where_they_are_named(
     """A missing file, nonsense, or a key of another certificate is a usage error that names the files."""
     good, other = consortium.identity("site-1"), consortium.identity("site-2")
     nonsense = tmp_path / "nonsense.pem"
-    nonsense.write_text("no certificate")
+    nonsense.write_text("no certificate", encoding="utf-8")
     for wrong in (
         (tmp_path / "missing.pem", good.key, good.authority),
         (good.certificate, other.key, good.authority),
