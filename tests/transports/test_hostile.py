@@ -523,7 +523,14 @@ FLOODS: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.real_time
 @pytest.mark.parametrize("what", FLOODS)
-@pytest.mark.parametrize("reads", [True, False], ids=["reads answers", "reads nothing"])
+@pytest.mark.parametrize(
+    ("fortress", "reads"),
+    [
+        pytest.param("asyncio", True, id="asyncio, reads answers"),
+        pytest.param("trio", False, id="trio, reads nothing"),
+    ],
+    indirect=["fortress"],
+)
 def test_a_flood_is_bounded(fortress: Fortress, lines: list[str], what: str, reads: bool):
     """However much of something a peer sends, and whether it reads the answers, memory, descriptors and log stay small."""
     data = FLOODS[what]()

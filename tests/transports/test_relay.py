@@ -84,7 +84,7 @@ async def test_a_cut_behind_the_relay_is_told_and_resumed(unix: Net, tmp_path):
             await trainer.connect("site-1")
             await settled(lambda: site.statistics().links == 2)
             async with open_job("job", server, scratch=tmp_path) as job:
-                tx, ref = offer(trainer, ComputedSource(64 * MIB))
+                tx, ref = offer(trainer, ComputedSource(40 * MIB))
                 wire.cut_after(24 * MIB)
 
                 async def mend() -> None:

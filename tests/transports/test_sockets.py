@@ -279,7 +279,7 @@ async def test_a_cut_cable_costs_what_was_under_way(net: Net, tmp_path):
         cabled(net) as (server, site, line),
         open_job("job", server, scratch=tmp_path) as job,
     ):
-        nbytes = 96 * MIB
+        nbytes = 64 * MIB
         tx, ref = offer(site, ComputedSource(nbytes))
         told: list[int] = []
         landed_at_cut = 0
@@ -291,14 +291,14 @@ async def test_a_cut_cable_costs_what_was_under_way(net: Net, tmp_path):
             await settled(lambda: not server.statistics().links)
             line.mend()
 
-        line.cut_after(64 * MIB)
+        line.cut_after(52 * MIB)
         async with anyio.create_task_group() as group:
             group.start_soon(mend)
             state = await job.download(ref, disk(job, progress=lambda n, _: told.append(n)))
         assert_pattern(state)
         assert line.connections == 2
         assert told == sorted(told)
-        assert landed_at_cut > 16 * MIB
+        assert landed_at_cut > 8 * MIB
         under_way = 9 * CHUNK_BYTES
         assert site.statistics().publisher.bytes_served <= ref.size + under_way
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
