@@ -72,7 +72,7 @@ class LinkLimits:
     message: int = 16 * MIB
     chunk: int = 8 * MIB
     names: int = 32 * MIB
-    channels: int = 16
+    channels: int = 4
 
     def __post_init__(self) -> None:
         _validate(self, LINK_LIMIT_NAMES)
