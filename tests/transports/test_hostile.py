@@ -26,7 +26,7 @@ from streamoff.errors import TransferError, UnreachableError
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import SILENCE_SECONDS
 from streamoff.runtime.pool import POOL_BYTES
-from streamoff.transports import sockets
+from streamoff.transports import accepting, dialling
 from streamoff.transports.sockets import HostPort, TcpTransport, UnixTransport
 from streamoff.types import MIB, Address, Capability, Ref, Slot
 from streamoff.wire.codec import PREFIX_BYTES
@@ -168,7 +168,7 @@ async def test_a_handshake_that_stands_still_is_given_up(consortium: Consortium)
         assert transport.place is not None
         with socket.create_connection((transport.place.host, transport.place.port)) as mute:
             mute.setblocking(False)
-            await anyio.sleep(sockets.CONNECT_SECONDS - 0.5)
+            await anyio.sleep(dialling.CONNECT_SECONDS - 0.5)
             assert not is_closed(mute)
             await anyio.sleep(1)
             assert is_closed(mute)
@@ -179,7 +179,7 @@ async def test_a_handshake_that_stands_still_is_given_up(consortium: Consortium)
             began = anyio.current_time()
             with pytest.raises(UnreachableError, match="no answer in time"):
                 await site.connect("server")
-            assert anyio.current_time() - began == sockets.CONNECT_SECONDS
+            assert anyio.current_time() - began == dialling.CONNECT_SECONDS
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -194,15 +194,15 @@ async def test_a_thousand_half_open_connections_let_others_in(short_path: Path):
             sock.connect(str(w.path))
         await settled_tasks()
         held = open_descriptors() - before - 1000
-        assert held <= sockets.MAX_HANDSHAKES + 1
+        assert held <= accepting.MAX_HANDSHAKES + 1
         began = anyio.current_time()
         peers = {"server": w.path}
         late = await stack.enter_async_context(
             BaseEndpoint("site-2", transports=[UnixTransport(peers=peers)])
         )
         await late.connect("server")
-        rounds = 1000 // sockets.MAX_HANDSHAKES + 1
-        assert anyio.current_time() - began <= rounds * (sockets.HASTE_SECONDS + 0.5)
+        rounds = 1000 // accepting.MAX_HANDSHAKES + 1
+        assert anyio.current_time() - began <= rounds * (accepting.HASTE_SECONDS + 0.5)
         assert await w.download() < 1
 
 

@@ -35,7 +35,7 @@ from streamoff.runtime.resources import LANDING_THREADS
 from streamoff.tensors.layout import plan
 from streamoff.tensors.sources import Source, StateDictSource
 from streamoff.tensors.views import Views
-from streamoff.transports import sockets
+from streamoff.transports import accepting, dialling
 from streamoff.transports.sockets import HostPort, TcpTransport, UnixTransport
 from streamoff.types import CHUNK_BYTES, MIB, Address, OutcomeStatus, Ref, Slot
 from streamoff.wire.frames import Ping
@@ -692,6 +692,6 @@ def test_many_updates_need_few_descriptors(short_path: Path):
 
 def test_constants_fit_together():
     """Handshakes that wait are fewer than a listener's queue, and make room well before a dial is given up."""
-    assert sockets.MAX_HANDSHAKES < sockets.BACKLOG
-    rounds = sockets.BACKLOG / sockets.MAX_HANDSHAKES
-    assert sockets.HASTE_SECONDS * rounds < sockets.CONNECT_SECONDS
+    assert accepting.MAX_HANDSHAKES < accepting.BACKLOG
+    rounds = accepting.BACKLOG / accepting.MAX_HANDSHAKES
+    assert accepting.HASTE_SECONDS * rounds < dialling.CONNECT_SECONDS

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import functools
 import ipaddress
-import logging
-import math
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,39 +14,19 @@ from typing import Final
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 
-from streamoff.activity import working
-from streamoff.errors import StreamoffError, UnreachableError, UsageError
+from streamoff.errors import UnreachableError, UsageError
 from streamoff.runtime.link import Listener
-from streamoff.runtime.resources import Resources
-from streamoff.runtime.sparing import SparingLog
+from streamoff.transports.accepting import BACKLOG, Serve, SocketTransport
+from streamoff.transports.dialling import CONNECT_SECONDS, connect, connect_unix
 from streamoff.transports.stream import StreamLink
-from streamoff.transports.streams import (
-    ByteStream,
-    PlainStream,
-    shut,
-    wait_readable,
-    wait_writable,
-)
-from streamoff.transports.tls import Identity, Peer, secure
+from streamoff.transports.streams import PlainStream, shut
+from streamoff.transports.tls import Identity, secure
 from streamoff.types import MIB, Address
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["CONNECT_SECONDS", "MAX_HANDSHAKES", "HostPort", "TcpTransport", "UnixTransport"]
+__all__ = ["HostPort", "TcpTransport", "UnixTransport"]
 
-logger = logging.getLogger("streamoff.transports")
-
-CONNECT_SECONDS: Final = 10.0
-MAX_HANDSHAKES: Final = 256
-"""Accepted connections that have not said hello; others wait to be accepted."""
-HASTE_SECONDS: Final = 2.0
-"""While others wait, a handshake that takes longer than this makes room."""
-PAUSE_SECONDS: Final = 0.1
-"""Before the next attempt to accept, when there were no descriptors left."""
-RETRY_SECONDS: Final = (0.005, 0.1)
-"""First and longest pause before a full unix socket is tried again."""
-BACKLOG: Final = 1024
 NOTSENT_BYTES: Final = 128 * 1024
 """What the kernel may hold unsent, so that control frames overtake a chunk on a slow line."""
 UNIX_BUFFER_BYTES: Final = MIB
@@ -84,129 +60,7 @@ class HostPort:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class _Lobby:
-    """Connections that have not said hello: bounded, and the slowest make room for others."""
-
-    def __init__(self) -> None:
-        self._inside: dict[anyio.CancelScope, float] = {}
-        self._left = anyio.Event()
-
-    async def room(self) -> None:
-        """Wait until there is room for one more; who is in no hurry is sent away for it."""
-        while len(self._inside) >= MAX_HANDSHAKES:
-            now = anyio.current_time()
-            for scope, patience in self._inside.items():
-                if patience <= now:
-                    scope.cancel()
-            hasty = [patience for patience in self._inside.values() if patience > now]
-            with anyio.CancelScope(deadline=min(hasty, default=math.inf)):
-                await self._left.wait()
-
-    @contextmanager
-    def enter(self) -> Iterator[anyio.CancelScope]:
-        """A scope that is cancelled when the time is over, or the room is needed."""
-        with anyio.move_on_after(CONNECT_SECONDS) as scope:
-            self._inside[scope] = anyio.current_time() + HASTE_SECONDS
-            try:
-                yield scope
-            finally:
-                del self._inside[scope]
-                left, self._left = self._left, anyio.Event()
-                left.set()
-
-
-class _SocketTransport:
-    """What TCP and unix sockets share: an accept loop."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._listening: dict[Address, socket.socket] = {}
-        self._refused = SparingLog(logger, logging.INFO)
-        self._full = SparingLog(logger, logging.WARNING)
-
-    def _adopt(self, address: Address, sock: socket.socket, accept: Listener) -> Serve:
-        self._listening[address] = sock
-
-        async def serve() -> None:
-            await self._serve(sock, accept)
-
-        return serve
-
-    def unlisten(self, address: Address) -> None:
-        """Accept no more links; connections whose handshake is under way are dropped. Idempotent."""
-        sock = self._listening.pop(address, None)
-        if sock is not None:
-            shut(sock)
-
-    async def _serve(self, listener: socket.socket, accept: Listener) -> None:
-        """Accept until the socket is closed."""
-        lobby = _Lobby()
-        async with anyio.create_task_group() as tasks:
-            while True:
-                await lobby.room()
-                sock = await self._next(listener)
-                if sock is None:
-                    break
-                tasks.start_soon(self._take, sock, accept, lobby)
-                await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
-
-    async def _next(self, listener: socket.socket) -> socket.socket | None:
-        """The next connection, or None when the listener is closed; it survives every other trouble."""
-        while True:
-            try:
-                return listener.accept()[0]
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                pass
-            except OSError as error:
-                if listener.fileno() < 0:
-                    return None
-                self._full("no connection can be accepted: %s", error.strerror)
-                await anyio.sleep(PAUSE_SECONDS)
-            try:
-                await wait_readable(listener)
-            except StreamoffError:
-                return None
-
-    async def _take(self, sock: socket.socket, accept: Listener, lobby: _Lobby) -> None:
-        """Bring one connection to its hello; whatever goes wrong ends this one only."""
-        link: StreamLink | None = None
-        greeted = False
-        why = "no handshake in time"
-        try:
-            with lobby.enter():
-                try:
-                    link = await self._accepted(sock)
-                    await accept(link).wait()
-                    greeted = True
-                finally:
-                    if not greeted:
-                        await _put_away(link, sock)
-        except (StreamoffError, OSError) as error:
-            why = str(error)
-        except Exception:
-            logger.exception("a defect ends a connection")
-            return
-        if not greeted:
-            self._refused("a connection was refused: %s", why)
-
-    async def _accepted(self, sock: socket.socket) -> StreamLink:
-        raise NotImplementedError
-
-    def _link(self, stream: ByteStream, peer: Peer | None = None) -> StreamLink:
-        return StreamLink(
-            stream,
-            Resources.current().pool,
-            limits=self._limits,
-            certified=None if peer is None else peer.addresses,
-            fingerprint=None if peer is None else peer.fingerprint,
-        )
-
-
-Serve = Callable[[], Awaitable[None]]
-
-
-class TcpTransport(_SocketTransport):
+class TcpTransport(SocketTransport):
     """TCP, with TLS or, on loopback only, without.
 
     Args:
@@ -247,7 +101,7 @@ class TcpTransport(_SocketTransport):
     @property
     def place(self) -> HostPort | None:
         """Where it listens, with the port that was chosen; None if it does not."""
-        for sock in self._listening.values():
+        for sock in self.listening.values():
             host, port = sock.getsockname()[:2]
             return HostPort(host, port)
         return None
@@ -264,18 +118,19 @@ class TcpTransport(_SocketTransport):
             sock = _bound(self._listen)
         except OSError as error:
             raise UsageError(f"cannot listen ({error.strerror})", got=self._listen) from error
-        return self._adopt(address, sock, accept)
+        return self.adopt(address, sock, accept)
 
-    async def _accepted(self, sock: socket.socket) -> StreamLink:
+    async def accepted(self, sock: socket.socket) -> StreamLink:
+        """Shake hands, with TLS; see :class:`~streamoff.transports.accepting.SocketTransport`."""
         sock.setblocking(False)
         _tune(sock)
         return await self._secured(sock, server=True)
 
     async def _secured(self, sock: socket.socket, *, server: bool) -> StreamLink:
         if self._tls is None:
-            return self._link(PlainStream(sock))
+            return self.link(PlainStream(sock))
         stream, peer = await secure(sock, self._tls, server=server)
-        return self._link(stream, peer)
+        return self.link(stream, peer)
 
     async def dial(self, mine: Address, to: Address) -> StreamLink:  # noqa: ARG002 - the protocol's
         """Open a link.
@@ -289,7 +144,7 @@ class TcpTransport(_SocketTransport):
             raise UnreachableError("no place is known for the peer", peer=to)
         try:
             with anyio.fail_after(CONNECT_SECONDS):
-                sock = await _connect(place)
+                sock = await connect(place.host, place.port, _tune)
                 return await self._secured(sock, server=False)
         except TimeoutError as error:
             raise UnreachableError("no answer in time", peer=to, place=str(place)) from error
@@ -299,7 +154,7 @@ class TcpTransport(_SocketTransport):
             ) from error
 
 
-class UnixTransport(_SocketTransport):
+class UnixTransport(SocketTransport):
     """Unix sockets: endpoints of one machine, at less than half the cost of TCP.
 
     Who may connect is decided by the file's mode (0600 by default: the same user).
@@ -353,22 +208,23 @@ class UnixTransport(_SocketTransport):
         except OSError as error:
             sock.close()
             raise UsageError(f"cannot listen ({error.strerror})", path=self._path) from error
-        return self._adopt(address, sock, accept)
+        return self.adopt(address, sock, accept)
 
     def unlisten(self, address: Address) -> None:
         """Accept no more links and remove the socket file, if it still is this one's. Idempotent."""
-        listening = address in self._listening
+        listening = address in self.listening
         super().unlisten(address)
         if listening and self._path is not None:
             with suppress(OSError), _alone_in(self._path.parent):
                 if _identity(self._path) == self._file:
                     self._path.unlink()
 
-    async def _accepted(self, sock: socket.socket) -> StreamLink:
+    async def accepted(self, sock: socket.socket) -> StreamLink:
+        """Nothing to shake; see :class:`~streamoff.transports.accepting.SocketTransport`."""
         sock.setblocking(False)
         _tune_unix(sock)
         await anyio.lowlevel.checkpoint()
-        return self._link(PlainStream(sock))
+        return self.link(PlainStream(sock))
 
     async def dial(self, mine: Address, to: Address) -> StreamLink:  # noqa: ARG002 - the protocol's
         """Open a link.
@@ -384,22 +240,14 @@ class UnixTransport(_SocketTransport):
             sock.setblocking(False)
             _tune_unix(sock)
             with anyio.fail_after(CONNECT_SECONDS):
-                await _connect_unix(sock, path)
+                await connect_unix(sock, path)
         except BaseException as error:
             shut(sock)
             if not isinstance(error, OSError):
                 raise
             why = "" if isinstance(error, TimeoutError) else f" ({error.strerror or error})"
             raise UnreachableError(f"nobody answers{why}", peer=to, path=path) from error
-        return self._link(PlainStream(sock))
-
-
-async def _put_away(link: StreamLink | None, sock: socket.socket) -> None:
-    if link is None:
-        shut(sock)
-    else:
-        with anyio.CancelScope(shield=True):
-            await link.aclose()
+        return self.link(PlainStream(sock))
 
 
 def _on_loopback(host: str) -> bool:
@@ -462,60 +310,3 @@ def _bound(place: HostPort) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-async def _look_up(place: HostPort) -> Sequence[tuple[int, int, int, tuple[object, ...]]]:
-    """The addresses of a host: at once if it is a number, otherwise from a thread that may be left behind."""
-    ask = functools.partial(socket.getaddrinfo, place.host, place.port, type=socket.SOCK_STREAM)
-    try:
-        found = ask(flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        with working():
-            found = await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
-    return [(family, kind, protocol, target) for family, kind, protocol, _, target in found]
-
-
-async def _connect(place: HostPort) -> socket.socket:
-    """Try every address of a host in turn, each with its share of the time."""
-    failure: OSError = OSError(errno.EHOSTUNREACH, "no address")
-    found = await _look_up(place)
-    for family, kind, protocol, target in found:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            _tune(sock)
-            with anyio.fail_after(CONNECT_SECONDS / len(found)):
-                await _finish_connect(sock, target)
-        except OSError as error:
-            failure = error
-            shut(sock)
-        except BaseException:
-            shut(sock)
-            raise
-        else:
-            return sock
-    raise failure
-
-
-async def _finish_connect(sock: socket.socket, target: tuple[object, ...]) -> None:
-    try:
-        sock.connect(target)
-    except BlockingIOError:
-        await wait_writable(sock)
-    problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if problem:
-        raise OSError(problem, os.strerror(problem))
-
-
-async def _connect_unix(sock: socket.socket, path: Path) -> None:
-    """Connect; a listener whose queue is full says only "not now", and nobody tells when to come again."""
-    pause, longest = RETRY_SECONDS
-    while True:
-        await anyio.lowlevel.checkpoint()
-        try:
-            sock.connect(os.fspath(path))
-        except BlockingIOError:
-            await anyio.sleep(pause)
-            pause = min(2 * pause, longest)
-        else:
-            return
