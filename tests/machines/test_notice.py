@@ -39,16 +39,17 @@ def play(
 
 
 def test_a_silent_receiver_is_tried_until_the_total_budget_ends() -> None:
-    """Attempts of 3 s with growing pauses, and at 10 s to the instant it is given up."""
+    """Four attempts with growing pauses, and at 10 s to the instant it is given up."""
     record, told = play(100.0, {})
     assert {at: names for at, names in told.items() if names} == {
         0.0: ["SendNotice"],
-        3.25: ["SendNotice"],
-        6.75: ["SendNotice"],
+        2.25: ["SendNotice"],
+        4.75: ["SendNotice"],
+        7.75: ["SendNotice"],
         10.0: ["ReportNotice"],
     }
     assert record.state is NoticeState.GIVEN_UP
-    assert record.reason == "no answer to 3 attempts"
+    assert record.reason == "no answer to 4 attempts"
     assert n.next_tick(record) is None
 
 
@@ -59,7 +60,15 @@ def test_failures_that_come_fast_use_all_attempts() -> None:
     sends = [at for at, names in told.items() if "SendNotice" in names]
     assert sends == [0.0, 0.35, 1.0, 2.5]
     assert record.attempts == n.NOTICE_ATTEMPTS
-    assert told[5.5] == ["ReportNotice"]
+    assert told[10.0] == ["ReportNotice"]
+
+
+@pytest.mark.parametrize("at", [1.9, 2.1, 5.0, 7.8, 9.9])
+def test_an_answer_to_any_attempt_counts(at: float) -> None:
+    """An acknowledgement is the end, whichever attempt it answers, up to the last instant of the budget."""
+    record, told = play(100.0, {at: n.Acked(at)})
+    assert max(told) == at
+    assert record.state is NoticeState.ACKED
 
 
 def test_an_answer_ends_the_trying() -> None:
@@ -78,12 +87,11 @@ def test_a_rejection_is_not_repeated() -> None:
     assert record.reason == "not the owner"
 
 
-def test_the_pause_never_outlasts_the_total_budget() -> None:
-    """An attempt that ends near the budget's end waits for the budget, not for the pause."""
-    late = {at: n.AttemptExpired(at) for at in (2.9, 6.0, 9.4)}
-    record, told = play(100.0, late)
-    assert max(told) == 10.0
-    assert record.state is NoticeState.GIVEN_UP
+def test_the_last_attempt_has_no_less_time_than_the_others() -> None:
+    """All attempts and their pauses fit the total, with a whole wait left for the last one."""
+    assert len(n.NOTICE_PAUSES) == n.NOTICE_ATTEMPTS - 1
+    last = (n.NOTICE_ATTEMPTS - 1) * n.NOTICE_WAIT_SECONDS + sum(n.NOTICE_PAUSES)
+    assert n.NOTICE_TOTAL_SECONDS - last >= n.NOTICE_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 NOTICE_ATTEMPTS: Final = 4
-NOTICE_WAIT_SECONDS: Final = 3.0
+NOTICE_WAIT_SECONDS: Final = 2.0
+"""Until it is sent again; an answer to any attempt counts, and the last one has all that is left of the total."""
 NOTICE_TOTAL_SECONDS: Final = 10.0
 NOTICE_PAUSES: Final = (0.25, 0.5, 1.0)
 NOTICE_REFS: Final = 256
@@ -151,19 +152,14 @@ Step = tuple[Notice, tuple[NoticeEffect, ...]]
 
 
 def _send(record: Notice, event: Started | RetryDue) -> Step:
-    begun = record.give_up_at or event.now + NOTICE_TOTAL_SECONDS
-    record = replace(
-        record,
-        attempts=record.attempts + 1,
-        give_up_at=begun,
-        due=min(event.now + NOTICE_WAIT_SECONDS, begun),
-    )
-    return record, (SendNotice(record.to),)
+    end = record.give_up_at or event.now + NOTICE_TOTAL_SECONDS
+    attempts = record.attempts + 1
+    due = event.now + NOTICE_WAIT_SECONDS if attempts < NOTICE_ATTEMPTS else end
+    return replace(record, attempts=attempts, give_up_at=end, due=due), (SendNotice(record.to),)
 
 
 def _pause(record: Notice, event: AttemptExpired) -> Step:
-    pause = NOTICE_PAUSES[record.attempts - 1]
-    return replace(record, due=min(event.now + pause, record.give_up_at)), ()
+    return replace(record, due=event.now + NOTICE_PAUSES[record.attempts - 1]), ()
 
 
 def _done(record: Notice, event: Acked) -> Step:  # noqa: ARG001 - the fact is enough
@@ -231,9 +227,7 @@ def classify_tick(record: Notice, now: float) -> NoticeEvent | None:
         return None
     if now >= record.give_up_at:
         return TotalExpired(now)
-    if record.state is N.BACKOFF:
-        return RetryDue(now)
-    return AttemptExpired(now) if record.attempts < NOTICE_ATTEMPTS else TotalExpired(now)
+    return RetryDue(now) if record.state is N.BACKOFF else AttemptExpired(now)
 
 
 def split(refs: Iterable[RefId]) -> Iterator[tuple[RefId, ...]]:
