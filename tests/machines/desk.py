@@ -41,11 +41,17 @@ class Desk:
         return s.Origin(Address(f"site-{slot}"), slot)
 
     def open(
-        self, slot: int = 0, ref: str = "ref-1", *, now: float = 0.0, nonce: bytes = samples.NONCE
+        self,
+        slot: int = 0,
+        ref: str = "ref-1",
+        *,
+        now: float = 0.0,
+        nonce: bytes = samples.NONCE,
+        first: ByteRange | None = None,
     ) -> tuple[t.TransactionEffect, ...]:
         """Present the ticket and ask for the whole payload."""
         return self.do(
-            t.OpenRequested(now, slot, ref, self.origin(slot), nonce, WHOLE, samples.CANCEL)
+            t.OpenRequested(now, slot, ref, self.origin(slot), nonce, WHOLE, samples.CANCEL, first)
         )
 
     def pull(

@@ -108,6 +108,21 @@ def test_an_open_is_answered_and_a_second_one_gets_the_same_nonce() -> None:
     assert first == second == s.AnswerOpen("ref-1", desk.origin(0), b"1" * 8)
 
 
+def test_an_open_may_take_the_first_range_along() -> None:
+    """The first range follows the answer without a pull, and is in flight and then served like any other."""
+    desk = Desk()
+    first = ByteRange(0, 40)
+    answer, range_ = desk.open(first=first)
+    assert isinstance(answer, s.AnswerOpen)
+    assert answer.first == first
+    assert isinstance(range_, s.ServeRange)
+    assert range_.range == first
+    assert desk.record.in_flight == 1
+    desk.ended(start=0, stop=40)
+    assert desk.record.in_flight == 0
+    assert desk.record.servings[0, "ref-1"].served.nbytes == 40
+
+
 def test_everything_served_is_provisional_until_it_is_confirmed() -> None:
     """Bytes on the link finish nothing; only the receiver's word does."""
     desk = Desk()

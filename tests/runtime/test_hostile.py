@@ -362,9 +362,29 @@ async def test_a_source_by_hand_can_be_honest():
         assert bytes(attempt.state.tensor("w").numpy().data) == whole[-1000:]
 
 
+async def test_a_source_by_hand_can_send_the_first_bytes_unpulled():
+    """What an open takes along with the answer needs no pull; a small payload is whole with it."""
+    whole = payload()
+    async with world(sites=0) as w, puppet(w.network) as site:
+
+        async def act(source: Source) -> None:
+            await source.answer(first=len(whole))
+            await source.chunk(0, whole)
+            await site.next(Confirm)
+            await site.send(
+                Ack(**site.route(), of=AckOf.CONFIRM, id=source.stream, status="succeeded")
+            )
+
+        attempt = await attempted(w, site, whole, act)
+        assert attempt.state is not None
+        assert bytes(attempt.state.tensor("w").numpy().data) == whole[-1000:]
+        assert not any(isinstance(frame, Pull) for frame in site.frames)
+
+
 LIES: dict[str, tuple[dict[str, Any], type[StreamoffError], str]] = {
     "another size": ({"size": 4096}, IntegrityError, "another payload"),
     "a huge header": ({"header_bytes": 2**30, "size": 2**31}, LimitError, "safetensors header"),
+    "more than was offered": ({"first": 999}, LimitError, "bytes unasked"),
     "another header": (
         {"header_digest": bytes(16)},
         IntegrityError,

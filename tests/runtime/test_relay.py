@@ -13,7 +13,7 @@ from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.relay import STREAM_PULLS
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Ref, Slot
-from streamoff.wire.frames import Cancel, Unreachable
+from streamoff.wire.frames import Cancel, Open, Unreachable
 
 from .world import (
     Attempt,
@@ -169,6 +169,20 @@ async def test_a_cancel_passes_a_relay():
         await anyio.sleep(10)
         assert w.site.statistics().relay.streams == 0
         w.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("source", "hub", "first"), [("site-2", "server", 1000), ("site-1.p", "site-1", 0)]
+)
+async def test_a_relay_lets_nothing_through_that_nobody_pulls(source, hub, first):
+    """Directly, an open takes the first bytes along with the answer; through a relay they have to be pulled."""
+    async with chain() as w, puppet(w.network, source, hub) as site:
+        attempt = Attempt()
+        ref = Ref(site.address, "r1", secrets.token_bytes(16), 1000)
+        async with tasks() as group:
+            group.start_soon(attempt.run, partial(w.download, ref))
+            assert (await site.next(Open)).first == first
+            attempt.scope.cancel()
 
 
 async def test_a_stream_has_two_chunks_in_a_relay():

@@ -115,13 +115,17 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The receiver presented its ticket; ``nonce`` is fresh and used only if it binds now."""
+    """The receiver presented its ticket; ``nonce`` is fresh and used only if it binds now.
+
+    ``first`` is a range that it takes along with the answer, already checked; it saves the pull.
+    """
 
     now: float
     origin: Origin
     nonce: bytes
     wanted: RangeSet
     capabilities: frozenset[Capability]
+    first: ByteRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +240,12 @@ ServingEvent = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerOpen:
-    """Tell the receiver size, header length and digest, the nonce and both ends' capabilities."""
+    """Tell the receiver size, header length and digest, the nonce, both ends' capabilities and what follows."""
 
     ref: RefId
     origin: Origin
     nonce: bytes
+    first: ByteRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +292,18 @@ def _acquire(record: Serving, event: Opened) -> Step:
         wanted=event.wanted,
         capabilities=event.capabilities,
     )
-    return bound, (AnswerOpen(record.ref, event.origin, event.nonce),)
+    return bound, _answer(bound, event)
 
 
 def _reopen(record: Serving, event: Opened) -> Step:
-    return record, (AnswerOpen(record.ref, event.origin, record.nonce),)
+    return record, _answer(record, event)
+
+
+def _answer(record: Serving, event: Opened) -> tuple[ServingEffect, ...]:
+    answer = AnswerOpen(record.ref, event.origin, record.nonce, event.first)
+    if event.first is None:
+        return (answer,)
+    return answer, ServeRange(record.ref, record.slot, event.origin, event.first)
 
 
 def _serve(record: Serving, event: Pulled) -> Step:

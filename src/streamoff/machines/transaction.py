@@ -194,6 +194,7 @@ class OpenRequested:
     nonce: bytes
     wanted: RangeSet
     capabilities: frozenset[Capability]
+    first: ByteRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,7 +494,9 @@ def _classify(
 ) -> ServingEvent:
     match event:
         case OpenRequested():
-            return s.Opened(event.now, event.origin, event.nonce, event.wanted, event.capabilities)
+            return s.Opened(
+                event.now, event.origin, event.nonce, event.wanted, event.capabilities, event.first
+            )
         case PullRequested():
             return s.Pulled(event.now, event.origin, event.range)
         case RangeEnded():

@@ -167,6 +167,7 @@ class Transfer:
         self._wake = Signal()
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
+        self._first = 0
         self._most = min(CHUNK_BYTES, chunk)
         self._pull_bytes = self._most
         self._arrived = 0.0
@@ -255,6 +256,8 @@ class Transfer:
             return
         self._header_digest = frame.header_digest
         self._unreachable_since = None
+        if frame.first:
+            self._asked[0], self._arrived = frame.first, now
         header = ByteRange(0, frame.header_bytes)
         self._step(m.Accepted(now, frame.nonce, header, frame.capabilities))
 
@@ -264,6 +267,8 @@ class Transfer:
         if frame.header_bytes > DEFAULT_LIMITS.tensor_header:
             limit = f"at most {DEFAULT_LIMITS.tensor_header} bytes"
             return LimitError("safetensors header", expected=limit, got=frame.header_bytes)
+        if frame.first not in {0, self._first}:
+            return LimitError("bytes unasked", expected=f"{self._first}, or none", got=frame.first)
         if self._header_digest not in {b"", frame.header_digest}:
             return IntegrityError("the payload changed between two attempts")
         return None
@@ -358,7 +363,7 @@ class Transfer:
                         to=self.ref.source,
                         sender=self._wire.address,
                         stream=self.stream,
-                        seconds=effect.seconds,
+                        seconds=min(effect.seconds, DEFAULT_LIMITS.hold),
                     )
                 )
             case m.SendConfirm():
@@ -385,6 +390,8 @@ class Transfer:
         self._asked.clear()
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
+        here = self.record.landed or self._inbox or self._landing_now is not None
+        self._first = 0 if here or names is not None else min(self.ref.size, self._pull_bytes)
         self._wire.send(
             Open(
                 to=self.ref.source,
@@ -394,6 +401,7 @@ class Transfer:
                 ticket=self.ref.ticket,
                 names=names,
                 capabilities=self.record.mine,
+                first=self._first,
             )
         )
 
@@ -453,7 +461,7 @@ class Transfer:
         event = m.classify_tick(self.record, self._now())
         if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault(event.now):
             budgets = self.record.budgets
-            seconds = min(budgets.hold - self.record.held, budgets.stall, DEFAULT_LIMITS.hold)
+            seconds = min(budgets.hold - self.record.held, budgets.stall)
             if seconds > 0:
                 event = m.HoldAsked(event.now, seconds)
         if isinstance(event, m.Stalled):

@@ -369,7 +369,7 @@ class Publisher:
             self._refuse(frame, frame.stream, ErrorCode.BAD_TICKET, "not your ticket")
             return
         origin = s.Origin(frame.sender, frame.stream)
-        wanted = NO_RANGES
+        wanted, first = NO_RANGES, None
         if tx.outcome is None:
             layout = tx.sources[frame.ref].layout
             try:
@@ -378,6 +378,8 @@ class Publisher:
                 self._refuse(frame, frame.stream, ErrorCode.UNKNOWN_TENSOR, f"no tensor {error}")
                 return
             self._bind(tx, origin, slot, frame.ref)
+            if 0 < frame.first <= self._resources.pool.size:
+                first = ByteRange(0, min(frame.first, layout.size))
         event = m.OpenRequested(
             self._now(),
             slot,
@@ -386,6 +388,7 @@ class Publisher:
             secrets.token_bytes(8),
             wanted,
             frame.capabilities & self._capabilities,
+            first,
         )
         self._step(tx, event)
 
@@ -583,6 +586,7 @@ class Publisher:
                 header_digest=tx.header_digests[effect.ref],
                 nonce=effect.nonce,
                 capabilities=self._capabilities,
+                first=0 if effect.first is None else effect.first.stop,
             )
         )
 

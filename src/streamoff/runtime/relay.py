@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import anyio
@@ -192,7 +192,7 @@ class Relay:
             self.unreachable(frame)
         else:
             self._note_end(frame)
-            self._send(frame)
+            self._send(replace(frame, first=0) if isinstance(frame, Open) else frame)
 
     def unreachable(self, frame: Routed) -> None:
         """Tell the sender of a frame that it goes no further; answers of others are dropped in silence."""

@@ -179,6 +179,8 @@ class Open(Routed):
         ticket: 16 bytes that entitle to one slot.
         names: The wanted tensors, distinct; None for all. They travel in the body.
         capabilities: What the receiver can do.
+        first: Bytes from the front that may follow the answer unpulled, in one chunk; 0: none. A relay sets
+            it to 0: what nobody pulls it cannot hold back.
     """
 
     type: ClassVar = FrameType.OPEN
@@ -187,6 +189,7 @@ class Open(Routed):
     ticket: bytes = field(repr=False)
     names: tuple[str, ...] | None = None
     capabilities: frozenset[Capability] = frozenset()
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +203,7 @@ class Opened(Routed):
         header_digest: XXH3-128 of these bytes, 16 bytes.
         nonce: 8 bytes that the confirmation must repeat.
         capabilities: What the source can do.
+        first: Bytes from the front that follow in one chunk without a pull; what the open offered, or 0.
     """
 
     type: ClassVar = FrameType.OPENED
@@ -209,6 +213,7 @@ class Opened(Routed):
     header_digest: bytes
     nonce: bytes = field(repr=False)
     capabilities: frozenset[Capability] = frozenset()
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,8 @@ def _check_chunk(values: Values, nbytes: int) -> None:
 def _check_opened(values: Values, _nbytes: int) -> None:
     if not 8 <= values["header_bytes"] <= values["size"]:
         raise BadValueError(f"header_bytes from 8 to size {values['size']}", values["header_bytes"])
+    if values["first"] > values["size"]:
+        raise BadValueError(f"first at most size {values['size']}", values["first"])
 
 
 _Check = Callable[[Values, int], None]
@@ -93,7 +95,12 @@ _FIELDS: Final[dict[FrameType, dict[str, Kind]]] = {
         "id": kind.ID,
         "pass_through": kind.FLAG,
     },
-    FrameType.OPEN: {**_ROUTE, **_CLAIM, "capabilities": kind.CAPABILITIES},
+    FrameType.OPEN: {
+        **_ROUTE,
+        **_CLAIM,
+        "capabilities": kind.CAPABILITIES,
+        "first": kind.ID,
+    },
     FrameType.OPENED: {
         **_ROUTE,
         "stream": kind.ID,
@@ -102,6 +109,7 @@ _FIELDS: Final[dict[FrameType, dict[str, Kind]]] = {
         "header_digest": kind.DIGEST,
         "nonce": kind.NONCE,
         "capabilities": kind.CAPABILITIES,
+        "first": kind.ID,
     },
     FrameType.PULL: {**_ROUTE, **_RANGE},
     FrameType.CHUNK: {**_ROUTE, **_RANGE, "digest": kind.DIGEST},
