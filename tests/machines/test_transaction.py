@@ -15,6 +15,7 @@ from streamoff.machines.tombstones import Tombstones
 from streamoff.types import (
     Address,
     Budgets,
+    ByteRange,
     OutcomeStatus,
     Slot,
     Verdict,

@@ -139,7 +139,7 @@ def test_names_of_an_open_are_cut_too() -> None:
 @given(data=st.data())
 def test_interleaving_never_mixes(data: st.DataObject) -> None:
     """Bodies on several channels and whole frames between their pieces all arrive, each intact."""
-    count = data.draw(st.integers(1, 5))
+    count = data.draw(st.integers(1, LinkLimits().channels))
     sizes = st.integers(SMALLEST, 4 * SMALLEST)
     sent = [message(data.draw(sizes), fill=index, number=index) for index in range(count)]
     queues = [list(split(encode(item), index + 1, SMALLEST)) for index, item in enumerate(sent)]
