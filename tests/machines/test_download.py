@@ -235,7 +235,7 @@ def test_the_last_range_may_land_in_any_attempt() -> None:
         seat.until(B.stall if state is DownloadState.BACKOFF else B.stall + B.backoff[0])
         assert seat.land(30.0, 60, 100) == (d.Finalise(),)
         assert (seat.record.retry_at, seat.record.give_up_at) == (None, None)
-        assert d.next_tick(seat.record) is None
+        assert d.next_tick(seat.record) == 30.0 + B.stall
 
 
 def test_a_range_that_lands_twice_is_no_progress() -> None:
@@ -338,6 +338,37 @@ def test_holds_are_bounded_however_they_are_cut(seconds: float) -> None:
     assert seat.record.held <= B.hold * (1 + 1e-9)
 
 
+def test_a_long_finalisation_asks_for_patience_as_often_as_it_takes() -> None:
+    """While the last flush takes minutes the producer is asked to hold, and never left to its idle budget."""
+    seat = Seat()
+    seat.do(d.Started(0.0))
+    seat.plan(0.0)
+    seat.land(5.0, 16, 100)
+    holds = []
+    while (due := d.next_tick(seat.record)) is not None and due < 400.0:
+        assert seat.until(due) == (d.SendHold(B.stall),)
+        holds.append(due)
+    assert holds == [25.0 + 2 * B.stall * number for number in range(10)]
+    assert kinds(seat.do(d.Finalised(400.0))) == (d.SendConfirm,)
+
+
+def test_the_patience_with_a_long_finalisation_has_an_end() -> None:
+    """Holds spent and one schedule later a finalisation is given up, and the producer is told."""
+    seat = Seat()
+    seat.do(d.Started(0.0, samples.CANCEL))
+    seat.plan(0.0)
+    seat.land(5.0, 16, 100)
+    while not seat.record.ended:
+        due = d.next_tick(seat.record)
+        assert due is not None
+        told = seat.until(due)
+    assert due == 5.0 + B.hold + B.retry_schedule
+    assert kinds(told) == (d.SendCancel, d.Discard, d.Report)
+    assert isinstance(seat.cause, TransferTimeoutError)
+    assert seat.cause.what == "the landing does not end"
+    assert seat.do(d.Finalised(due + 1.0)) == ()
+
+
 @pytest.mark.parametrize("stall", [0.1, 0.7, 20.0])
 @pytest.mark.parametrize("start", [0.0, 1e6 + 1 / 3, 1e9 + 1 / 7])
 def test_a_receiver_that_holds_at_every_stall_gets_on(start: float, stall: float) -> None:
@@ -362,7 +393,7 @@ def test_a_receiver_that_holds_at_every_stall_gets_on(start: float, stall: float
 # --- deadline -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["opening", "streaming", "backoff"])
+@pytest.mark.parametrize("state", ["opening", "streaming", "backoff", "finalising"])
 def test_the_deadline_ends_a_download_wherever_it_is(state: str) -> None:
     """With a deadline, an attempt in any state ends at that instant."""
     seat = Seat(budgets=Budgets(deadline=30.0, idle=500.0))
@@ -374,6 +405,8 @@ def test_the_deadline_ends_a_download_wherever_it_is(state: str) -> None:
         seat.do(d.LinkRestored(25.0))
     if state == "backoff":
         seat.do(d.LinkLost(29.0))
+    if state == "finalising":
+        seat.land(29.0, 16, 100)
     assert d.next_tick(seat.record) == 30.0
     assert d.classify_tick(seat.record, 29.9) is None
     seat.until(30.0)
@@ -462,7 +495,7 @@ def test_a_notice_interrupts_at_once_with_its_own_reason(state: DownloadState) -
 
 def test_no_clock_runs_before_the_start_and_after_the_end() -> None:
     """Neither a download that waits to be started nor one that ended wants to be woken."""
-    for state in (DownloadState.IDLE, DownloadState.FINALISING, *DOWNLOAD.final):
+    for state in (DownloadState.IDLE, *DOWNLOAD.final):
         record = samples.download(state)
         assert d.next_tick(record) is None
         assert d.classify_tick(record, 1e9) is None

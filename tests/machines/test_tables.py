@@ -61,7 +61,7 @@ LandedMore       OURS           OPENING          STREAMING/PM          BACKOFF  
 LandedAll        OURS           FINALISING/F     FINALISING/F          FINALISING/F          .                     .                   .     .       .          .
 HoldAsked        OURS           .                STREAMING/SH          .                     FINALISING/SH         .                   .     .       .          .
 Stalled          OURS           BACKOFF          BACKOFF               OURS                  OURS                  OURS                .     .       .          .
-Exhausted        OURS           FAILED/D,R       FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     OURS                  OURS                .     .       .          .
+Exhausted        OURS           FAILED/D,R       FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     OURS                .     .       .          .
 RetryDue         OURS           OURS             OURS                  OPENING/SO            OURS                  OURS                .     .       .          .
 LinkLost         .              BACKOFF          BACKOFF               BACKOFF               .                     .                   .     .       .          .
 LinkRestored     .              .                .                     OPENING/SO            .                     CONFIRMING/CONFIRM  .     .       .          .

@@ -25,6 +25,7 @@ from .world import (
     Attempt,
     ComputedSource,
     Gate,
+    Hooked,
     Puppet,
     assert_pattern,
     assert_same,
@@ -451,6 +452,86 @@ async def test_the_patience_with_a_slow_disk_of_ours_has_an_end():
             assert 600 < outcome.settled_at <= 600 + 124 + 20
             gate.open()
         assert isinstance(attempt.error, TransferTimeoutError)
+        w.assert_idle()
+
+
+async def test_a_slow_last_flush_keeps_the_slot(tmp_path):
+    """A receiver that takes 500 s to put the payload in its place says so: the producer waits, and has its success."""
+    async with world() as w, open_job("job", w.server, scratch=tmp_path) as job:
+        gate = Gate()
+        tx, ref = w.offer(ComputedSource(9 * MIB))
+        attempt = Attempt()
+        terms = Terms(landing=lambda layout: Hooked(job.landing(layout), finish=gate))
+        async with tasks(gate) as group:
+            group.start_soon(attempt.run, partial(job.download, ref, terms))
+            await gate.reached()
+            await anyio.sleep(500)
+            assert tx.outcome is None
+            gate.open()
+        assert attempt.seconds == 500
+        assert attempt.state is not None, attempt.error
+        assert_pattern(attempt.state)
+        outcome = await tx.wait()
+        assert outcome.status is OutcomeStatus.COMPLETED
+        assert outcome.settled_at == 500
+        w.assert_idle()
+
+
+async def test_a_last_flush_that_does_not_end_is_given_up_by_both_ends():
+    """Holds are granted for 600 s in all; a flush that takes longer fails at the receiver, and the producer knows why."""
+    async with world() as w:
+        gate = Gate()
+        tx, ref = w.offer(ComputedSource(9 * MIB))
+        attempt = Attempt()
+        terms = Terms(landing=in_memory(finish=gate))
+        async with tasks(gate) as group:
+            group.start_soon(attempt.run, partial(w.download, ref, terms))
+            outcome = await tx.wait()
+            assert outcome.settled_at == 600 + 124
+            [verdict] = outcome.slots["server"].values()
+            assert verdict.reason == "cancelled: the landing does not end"
+            await anyio.sleep(7)
+            gate.open()
+        assert attempt.seconds == 600 + 124 + 7
+        assert isinstance(attempt.error, TransferTimeoutError)
+        w.assert_idle()
+
+
+async def test_a_deadline_is_kept_in_the_last_flush():
+    """An absolute deadline ends a transfer that has all its bytes and waits for its own disk."""
+    async with world() as w:
+        gate = Gate()
+        tx, ref = w.offer(ComputedSource(9 * MIB))
+        attempt = Attempt()
+        terms = Terms(landing=in_memory(finish=gate), budgets=Budgets(deadline=30))
+        async with tasks(gate) as group:
+            group.start_soon(attempt.run, partial(w.download, ref, terms))
+            outcome = await tx.wait()
+            assert outcome.settled_at == 30
+            gate.open()
+        assert isinstance(attempt.error, TransferTimeoutError)
+        assert "deadline" in attempt.error.what
+        w.assert_idle()
+
+
+async def test_a_slow_last_flush_keeps_the_slot_over_a_link_that_comes_and_goes():
+    """A link that is lost and mended while the receiver flushes costs nothing: later holds arrive, and the word counts."""
+    async with world() as w:
+        gate = Gate()
+        tx, ref = w.offer(ComputedSource(9 * MIB))
+        attempt = Attempt()
+        terms = Terms(landing=in_memory(finish=gate))
+        async with tasks(gate) as group:
+            group.start_soon(attempt.run, partial(w.download, ref, terms))
+            await gate.reached()
+            await anyio.sleep(10)
+            w.network.cut("server", "site-1")
+            await anyio.sleep(60)
+            w.network.mend("server", "site-1")
+            await anyio.sleep(300)
+            gate.open()
+        assert attempt.state is not None, attempt.error
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
         w.assert_idle()
 
 

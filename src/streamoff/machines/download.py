@@ -203,7 +203,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """No progress and no retries left, or past the deadline."""
+    """No progress and no retries or holds left, or past the deadline."""
 
     now: float
     error: StreamoffError
@@ -618,7 +618,7 @@ TABLE: Final[dict[D, Cells]] = {
     D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
     D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
     D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle,   ours,   drop,     again, still, again,   dead, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
-    D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, hold_f, ours,   ours,     ours,  moot,  moot,    ours, moot,    moot,    f_fail, cancel,   confirm,  ours, peer,    ours   ),
+    D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, hold_f, ours,   drop,     ours,  moot,  moot,    ours, moot,    moot,    f_fail, cancel,   confirm,  ours, peer,    ours   ),
     D.CONFIRMING:  Cells(ours,   dup,     ours,   moot,   moot, idle,   ours,   ours,     ours,  moot,  renag,   ours, deliver, deliver, ours,   deliver,  ours,     nag,  deliver, deliver),
     D.DONE:        Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
     D.FAILED:      Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),
@@ -667,16 +667,20 @@ def classify_landed(record: Download, now: float, landed: ByteRange) -> LandedMo
 
 def next_tick(record: Download) -> float | None:
     """When :func:`classify_tick` may have something, in monotonic seconds; None: no clock runs."""
+    own = last = record.progressed + record.budgets.retry_schedule
     match record.state:
         case D.OPENING | D.STREAMING:
             own = record.since + record.budgets.stall
         case D.BACKOFF:
             own = min(t for t in (record.retry_at, record.give_up_at) if t is not None)
+        case D.FINALISING:
+            if record.held < record.budgets.hold:
+                own = record.since + record.budgets.stall
         case D.CONFIRMING:
             return record.confirm_at
         case _:
             return None
-    own = min(own, record.progressed + record.budgets.retry_schedule)
+    own = min(own, last)
     return own if record.deadline is None else min(own, record.deadline)
 
 
@@ -693,9 +697,12 @@ def classify_tick(record: Download, now: float) -> DownloadEvent | None:
     if record.give_up_at is not None and now >= record.give_up_at:
         return GraceExpired(now, _source_lost(record))
     schedule = record.budgets.retry_schedule
+    finalising = record.state is D.FINALISING  # whatever that waits for is ours
     if now >= record.progressed + schedule:
-        expected = f"progress within {schedule:g} s"
-        return Exhausted(now, _timed_out(record, "no progress in the whole schedule", expected))
+        what = "the landing does not end" if finalising else "no progress in the whole schedule"
+        return Exhausted(now, _timed_out(record, what, f"progress within {schedule:g} s"))
+    if finalising:
+        return HoldAsked(now, record.budgets.stall)
     return RetryDue(now) if record.state is D.BACKOFF else _stalled(record, now)
 
 
