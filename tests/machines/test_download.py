@@ -358,15 +358,14 @@ def test_the_patience_with_a_long_finalisation_has_an_end() -> None:
     seat.do(d.Started(0.0, samples.CANCEL))
     seat.plan(0.0)
     seat.land(5.0, 16, 100)
-    while not seat.record.ended:
-        due = d.next_tick(seat.record)
-        assert due is not None
-        told = seat.until(due)
-    assert due == 5.0 + B.hold + B.retry_schedule
+    end = 5.0 + B.hold + B.retry_schedule
+    seat.until(end - 0.001)
+    assert seat.record.state is DownloadState.FINALISING
+    told = seat.until(end)
     assert kinds(told) == (d.SendCancel, d.Discard, d.Report)
     assert isinstance(seat.cause, TransferTimeoutError)
     assert seat.cause.what == "the landing does not end"
-    assert seat.do(d.Finalised(due + 1.0)) == ()
+    assert seat.do(d.Finalised(end + 1.0)) == ()
 
 
 @pytest.mark.parametrize("stall", [0.1, 0.7, 20.0])

@@ -701,12 +701,12 @@ def classify_tick(record: Download, now: float) -> DownloadEvent | None:
     if now >= record.progressed + schedule:
         what = "the landing does not end" if finalising else "no progress in the whole schedule"
         return Exhausted(now, _timed_out(record, what, f"progress within {schedule:g} s"))
-    if finalising:
-        return HoldAsked(now, record.budgets.stall)
-    return RetryDue(now) if record.state is D.BACKOFF else _stalled(record, now)
+    return HoldAsked(now, record.budgets.stall) if finalising else _stalled(record, now)
 
 
-def _stalled(record: Download, now: float) -> Stalled | Exhausted:
+def _stalled(record: Download, now: float) -> RetryDue | Stalled | Exhausted:
+    if record.state is D.BACKOFF:
+        return RetryDue(now)
     if record.attempt < len(record.budgets.backoff):
         return Stalled(now)
     expected = f"progress within {record.budgets.stall:g} s"
