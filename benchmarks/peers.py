@@ -1,215 +1,235 @@
-"""The two processes of a transfer benchmark: a source that dials, and a receiver that measures.
+"""A process of a transfer benchmark: endpoints, models and raw sockets, at a conductor's orders.
 
-Both talk through endpoints of their own; the receiver says what comes next. The raw copies run in the same
-two processes, one after the other with ours, so that a slow moment of the machine meets both.
+Ours and the raw copies run in the same processes, with the same tensors, measured by the same meter.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 import torch
 
 from benchmarks import rawcopy
-from streamoff import DecodeContext, Endpoint, open_job
+from benchmarks.meter import Meter
+from benchmarks.models import Model
+from benchmarks.orders import read_order, say
+from streamoff import DecodeContext, Endpoint, Job, open_job
+from streamoff.payload.endpoint import Message, Messages
 from streamoff.runtime.threads import run_in_thread
-from streamoff.sim.memory import MemorySampler, warm_torch
-from streamoff.sim.shapes import shapes_of
-from streamoff.tensors.sources import StateDictSource
+from streamoff.scratch.janitor import JANITOR
+from streamoff.sim.memory import keep_large_blocks_mapped, warm_torch
 from streamoff.transports.sockets import HostPort, TcpTransport
+from streamoff.transports.tls import Identity
+from streamoff.types import OutcomeStatus
 
-__all__ = ["MODES", "Sample", "main", "read_line"]
+__all__ = ["LOOPBACK", "MODES", "main"]
 
 MODES: Final = ("disk", "memory")
 LOOPBACK: Final = "127.0.0.1"
+FREED_SECONDS: Final = 60.0
+TOPIC: Final = "payload"
+
+Answer = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One transfer.
+class Peer:
+    """What a process holds, and the orders that it carries out: every public method is one.
 
     Args:
-        ours: Whether streamoff did it, or the raw copy.
-        mode: One of :data:`MODES`.
-        seconds: At the receiver.
-        receiver_cpu: CPU seconds of the receiving process.
-        source_cpu: CPU seconds of the sending process.
-        receiver_growth: Anonymous resident bytes above the receiver's baseline, at most.
-        source_growth: The same at the source.
+        models: By name; what is served or copied out.
+        scratch: Where landed files and raw copies go; None: it receives nothing.
+        identity: Of all its links and raw copies; None: unencrypted.
     """
 
-    ours: bool
-    mode: str
-    seconds: float
-    receiver_cpu: float
-    source_cpu: float
-    receiver_growth: int
-    source_growth: int
+    def __init__(
+        self, models: Mapping[str, Model], scratch: Path | None, identity: Identity | None
+    ) -> None:
+        self._models = models
+        self._scratch = scratch
+        self._identity = identity
+        self._endpoints: dict[str, Endpoint] = {}
+        self._jobs: dict[str, Job] = {}
+        self._boxes: dict[str, Messages] = {}
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self._rest = anyio.Event()
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON values."""
-        return asdict(self)
+    async def open(self, stack: AsyncExitStack, settings: Mapping[str, Any]) -> int | None:
+        """Open an endpoint; return the port that it listens on, if it does."""
+        address, host = settings["address"], settings.get("host", LOOPBACK)
+        transport = TcpTransport(
+            listen=HostPort(host, settings.get("port", 0)) if settings["listen"] else None,
+            peers={name: HostPort.parse(place) for name, place in settings["dial"].items()},
+            tls=self._identity,
+        )
+        endpoint = await stack.enter_async_context(Endpoint(address, transports=[transport]))
+        self._endpoints[address] = endpoint
+        self._boxes[address] = stack.enter_context(endpoint.receive(TOPIC))
+        if self._scratch is not None:
+            job = open_job(f"bench-{address}", endpoint, scratch=self._scratch, ram_backed="allow")
+            self._jobs[address] = await stack.enter_async_context(job)
+        for name in settings["dial"]:
+            await endpoint.connect(name)
+        return None if transport.place is None else transport.place.port
 
+    def ready(self, ports: Mapping[str, int | None]) -> Answer:
+        """What a conductor must know: where endpoints listen and raw copies are taken, sizes of models."""
+        return {
+            "ports": ports,
+            "raw_port": self._listener.getsockname()[1],
+            "sizes": {name: model.size for name, model in self._models.items()},
+        }
 
-def read_line(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line that a child says; empty when it has ended."""
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    said: dict[str, Any] = json.loads(line) if line else {}
-    return said
+    # --- ours -------------------------------------------------------------------------------------
 
+    async def serve(self, *, at: str, to: list[str], model: str = "payload") -> Answer:
+        """Send a model and wait until everybody has it."""
+        tensors = self._models[model].tensors
+        with Meter() as meter:
+            delivery = await self._endpoints[at].send(to, TOPIC, {"params": tensors})
+            outcome = await delivery.wait()
+        assert outcome.status is OutcomeStatus.COMPLETED, outcome
+        return meter.spent.to_json()
 
-def _model(shapes: str, nbytes: int) -> dict[str, torch.Tensor]:
-    """Random bytes: nothing on the way can make anything of zeros."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
-        for name, shape in shapes_of(shapes, nbytes)
-    }
+    async def pull(self, *, at: list[str], mode: str, pause: float = 0.0) -> Answer:
+        """Land what is sent to some endpoints, all at once; free it before answering.
 
-
-# --- source ---------------------------------------------------------------------------------------
-
-
-async def source(place: HostPort, shapes: str, nbytes: int) -> None:
-    """Serve what the receiver asks for, until it says enough."""
-    warm_torch()
-    model = _model(shapes, nbytes)
-    transport = TcpTransport(peers={"receiver": place})
-    async with Endpoint("source", transports=[transport]) as endpoint:
-        with endpoint.receive("go") as orders:
-            await endpoint.connect("receiver")
-            await (await endpoint.send("receiver", "ready", {"ready": True})).wait()
-            async for order in orders:
-                if order.tree["what"] == "stop":
-                    return
-                await _serve(endpoint, model, order.tree)
-
-
-async def _serve(endpoint: Endpoint, model: dict[str, torch.Tensor], order: Any) -> None:
-    cpu = time.process_time()
-    with MemorySampler() as memory:
-        if order["what"] == "ours":
-            delivery = await endpoint.send("receiver", "payload", {"params": model})
-            await delivery.wait()
-        else:
-            payload = StateDictSource(model)
-            views = payload.views(0, payload.layout.size) or _pieces(payload)
-            sock = rawcopy.dial(LOOPBACK, order["port"], None)
-            await run_in_thread(rawcopy.send, sock, views)
-    report = {
-        "cpu": time.process_time() - cpu,
-        "growth": memory.statistics().peak_delta_bytes,
-    }
-    await (await endpoint.send("receiver", "done", report)).wait()
-
-
-def _pieces(payload: StateDictSource) -> Sequence[memoryview]:
-    step, size = rawcopy.BUFFER_BYTES, payload.layout.size
-    found: list[memoryview] = []
-    for start in range(0, size, step):
-        found += payload.views(start, min(start + step, size)) or ()
-    return found
-
-
-# --- receiver -------------------------------------------------------------------------------------
-
-
-async def receiver(scratch: Path, repeats: int, modes: Sequence[str]) -> None:
-    """Pull and copy in turns; one JSON line per transfer."""
-    warm_torch()
-    transport = TcpTransport(listen=HostPort(LOOPBACK, 0))
-    async with Endpoint("receiver", transports=[transport]) as endpoint:
-        boxes = {topic: endpoint.receive(topic) for topic in ("ready", "payload", "done")}
-        assert transport.place is not None
-        _say({"port": transport.place.port})
-        await anext(boxes["ready"])
-        listener = socket.create_server((LOOPBACK, 0))
-        async with open_job("bench", endpoint, scratch=scratch, ram_backed="allow") as job:
-            size = 0
-            for turn in range(repeats + 1):
-                for mode in modes:
-                    context = DecodeContext(tensors=mode, job=job)  # type: ignore[arg-type]
-                    ours, size = await _ours(endpoint, boxes, context, mode)
-                    raw = await _raw(
-                        endpoint, boxes, listener, size=size, scratch=scratch, mode=mode
+        ``pause`` stops the whole process so many seconds after every chunk.
+        """
+        messages = [(await anext(self._boxes[address]), address) for address in at]
+        landed: list[object] = []
+        progress = (lambda *_: time.sleep(pause)) if pause else None
+        with Meter() as meter:
+            async with anyio.create_task_group() as tasks:
+                for message, address in messages:
+                    context = DecodeContext(
+                        tensors="disk" if mode == "disk" else "memory",
+                        job=self._jobs[address],
+                        progress=progress,
                     )
-                    if turn:  # the first pair warms up
-                        _say(ours.to_json())
-                        _say(raw.to_json())
-            _say({"size": size})
-        await (await endpoint.send("source", "go", {"what": "stop"})).wait()
+                    tasks.start_soon(_land, message, context, landed)
+        landed.clear()
+        messages.clear()
+        if not await run_in_thread(JANITOR.idle, FREED_SECONDS):
+            raise TimeoutError("landed files were not removed")
+        return meter.spent.to_json()
+
+    async def watch(self) -> Answer:
+        """Measure this process until it is told to rest."""
+        self._rest = anyio.Event()
+        with Meter() as meter:
+            await self._rest.wait()
+        return meter.spent.to_json()
+
+    async def rest(self) -> Answer:
+        """End :meth:`watch`."""
+        self._rest.set()
+        await anyio.lowlevel.checkpoint()
+        return {}
+
+    # --- raw --------------------------------------------------------------------------------------
+
+    async def copy_out(
+        self,
+        *,
+        port: int,
+        piece: int,
+        streams: int = 1,
+        at_once: bool = True,
+        model: str = "payload",
+    ) -> Answer:
+        """Send a model over raw sockets."""
+        views = self._models[model].views
+        context = None if self._identity is None else self._identity.context(server=False)
+        dial = partial(rawcopy.dial, LOOPBACK, port, context)
+        socks = [await run_in_thread(dial) for _ in range(streams)]
+        with Meter() as meter:
+            await _threads([partial(rawcopy.send, s, views, piece) for s in socks], at_once=at_once)
+        for sock in socks:
+            sock.close()
+        return meter.spent.to_json()
+
+    async def copy_in(
+        self, *, mode: str, size: int, streams: int = 1, at_once: bool = True
+    ) -> Answer:
+        """Receive copies over raw sockets; free them before answering."""
+        context = None if self._identity is None else self._identity.context(server=True)
+        accept = partial(rawcopy.accept, self._listener, context)
+        socks = [await run_in_thread(accept) for _ in range(streams)]
+        copies = [
+            rawcopy.ToFile(sock, size, self._raw_file(number))
+            if mode == "disk"
+            else rawcopy.ToMemory(sock, size)
+            for number, sock in enumerate(socks)
+        ]
+        with Meter() as meter:
+            await _threads([copy.run for copy in copies], at_once=at_once)
+        for copy, sock in zip(copies, socks, strict=True):
+            with closing(sock):
+                copy.free()
+        return meter.spent.to_json()
+
+    def _raw_file(self, number: int) -> Path:
+        assert self._scratch is not None
+        return self._scratch / f"raw-{number}.bin"
 
 
-async def _ours(
-    endpoint: Endpoint, boxes: Any, context: DecodeContext, mode: str
-) -> tuple[Sample, int]:
-    await endpoint.send("source", "go", {"what": "ours"})
-    message = await anext(boxes["payload"])
-    size = next(iter(message.tree["params"].values())).ref.size
-    cpu = time.process_time()
-    with MemorySampler() as memory:
-        begun = time.perf_counter()
-        got = await message.decode(context)
-        seconds = time.perf_counter() - begun
-    spent = time.process_time() - cpu
-    del got
-    done = (await anext(boxes["done"])).tree
-    growth = memory.statistics().peak_delta_bytes
-    return Sample(True, mode, seconds, spent, done["cpu"], growth, done["growth"]), size
+async def _land(message: Message, context: DecodeContext, landed: list[object]) -> None:
+    landed.append(await message.decode(context))
 
 
-async def _raw(
-    endpoint: Endpoint, boxes: Any, listener: socket.socket, *, size: int, scratch: Path, mode: str
-) -> Sample:
-    order = {"what": "raw", "port": listener.getsockname()[1]}
-    await endpoint.send("source", "go", order)
-    sock = await run_in_thread(rawcopy.accept, listener, None)
-    cpu = time.process_time()
-    copy = (
-        partial(rawcopy.receive_to_file, sock, size, scratch / "raw.bin")
-        if mode == "disk"
-        else partial(rawcopy.receive_to_memory, sock, size)
+async def _threads(calls: list[Callable[[], None]], *, at_once: bool) -> None:
+    if not at_once:
+        await run_in_thread(lambda: [call() for call in calls])
+        return
+    async with anyio.create_task_group() as tasks:
+        for call in calls:
+            tasks.start_soon(run_in_thread, call)
+
+
+async def play(settings: Mapping[str, Any]) -> None:
+    """Be what the settings say until the input ends."""
+    keep_large_blocks_mapped()  # what is received into is fresh memory every time, as a raw copy's is
+    warm_torch()
+    torch.manual_seed(1)
+    models = {name: Model(*shape) for name, shape in settings.get("models", {}).items()}
+    scratch, identity = settings.get("scratch"), settings.get("identity")
+    peer = Peer(
+        models,
+        None if scratch is None else Path(scratch),
+        None if identity is None else Identity.load(Path(identity)),
     )
-    seconds = await run_in_thread(copy)
-    spent = time.process_time() - cpu
-    done = (await anext(boxes["done"])).tree
-    return Sample(False, mode, seconds, spent, done["cpu"], 0, done["growth"])
+    async with AsyncExitStack() as stack:
+        ports = {one["address"]: await peer.open(stack, one) for one in settings["endpoints"]}
+        say({"number": 0, **peer.ready(ports)})
+        async with anyio.create_task_group() as tasks:
+            while order := await anyio.to_thread.run_sync(read_order, abandon_on_cancel=True):
+                tasks.start_soon(_carry_out, getattr(peer, order.pop("what")), order)
+            tasks.cancel_scope.cancel()
 
 
-def _say(line: object) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+async def _carry_out(handler: Callable[..., Awaitable[Answer]], order: dict[str, Any]) -> None:
+    number = order.pop("number")
+    try:
+        say({"number": number, **await handler(**order)})
+    except Exception as error:  # noqa: BLE001 - it is the conductor who fails
+        traceback.print_exc()
+        say({"number": number, "failed": repr(error)})
 
 
 def main() -> None:
-    """Run one of the two roles."""
-    parser = argparse.ArgumentParser()
-    roles = parser.add_subparsers(dest="role", required=True)
-    one = roles.add_parser("source")
-    one.add_argument("port", type=int)
-    one.add_argument("shapes")
-    one.add_argument("nbytes", type=int)
-    other = roles.add_parser("receiver")
-    other.add_argument("scratch", type=Path)
-    other.add_argument("repeats", type=int)
-    other.add_argument("modes", nargs="+", choices=MODES)
-    args = parser.parse_args()
-    if args.role == "source":
-        anyio.run(source, HostPort(LOOPBACK, args.port), args.shapes, args.nbytes)
-    else:
-        anyio.run(receiver, args.scratch, args.repeats, args.modes)
+    """Play the part that the argument describes."""
+    anyio.run(play, json.loads(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The yardstick: the same bytes between two processes with blocking sockets and nothing else."""
+"""The yardstick: the same bytes between the same two processes, with blocking sockets and nothing else.
+
+The receiver asks with one byte when it is ready, as ours does with its first pull, and answers with one byte
+when it has everything: both sides' clocks cover the same stretch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import mmap
 import os
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -14,82 +17,107 @@ from typing import Final
 from streamoff.tensors.files import allocate
 from streamoff.types import MIB
 
-__all__ = ["BUFFER_BYTES", "accept", "dial", "receive_to_file", "receive_to_memory", "send"]
+__all__ = ["BUFFER_BYTES", "WHOLE", "ToFile", "ToMemory", "accept", "dial", "send"]
 
 BUFFER_BYTES: Final = 4 * MIB
-"""The same as a chunk."""
-SEND_BYTES: Final = MIB
+"""What the receiver writes at a time; the same as a chunk."""
+WHOLE: Final = 0
+"""Hand each tensor to the socket as one piece."""
+_TOKEN: Final = b"!"
 
 
 def dial(host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
     """Connect, with TLS if there is a context."""
-    sock = socket.create_connection((host, port))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock if context is None else context.wrap_socket(sock)
+    return _ready(socket.create_connection((host, port)), context, server=False)
 
 
 def accept(listener: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
     """Accept one connection, with TLS if there is a context."""
-    sock, _ = listener.accept()
+    return _ready(listener.accept()[0], context, server=True)
+
+
+def _ready(sock: socket.socket, context: ssl.SSLContext | None, *, server: bool) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock if context is None else context.wrap_socket(sock, server_side=True)
+    return sock if context is None else context.wrap_socket(sock, server_side=server)
 
 
-def send(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Send everything and wait until the other end has it."""
-    with sock:
-        for view in views:
-            for start in range(0, len(view), SEND_BYTES):
-                sock.sendall(view[start : start + SEND_BYTES])
-        sock.recv(1)
+def send(sock: socket.socket, views: Sequence[memoryview], piece: int) -> None:
+    """Wait until the other end asks, send everything, and wait until it has it.
 
-
-def receive_to_file(sock: socket.socket, nbytes: int, path: Path) -> float:
-    """Receive into one buffer and write it at its place in an allocated file.
-
-    Returns:
-        Seconds from the first wait for bytes to the last byte written.
+    Args:
+        sock: Connected; stays open.
+        views: Bytes to send.
+        piece: How many are handed to the socket at a time, or :data:`WHOLE`.
     """
-    buffer = memoryview(bytearray(BUFFER_BYTES))
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        begun = time.perf_counter()
-        allocate(fd, nbytes)
-        at = 0
-        while at < nbytes:
-            part = buffer[: min(BUFFER_BYTES, nbytes - at)]
-            _fill(sock, part)
-            os.pwrite(fd, part, at)
-            at += len(part)
-        seconds = time.perf_counter() - begun
-    finally:
-        os.close(fd)
-        path.unlink()
-    _finish(sock)
-    return seconds
+    _expect(sock)
+    for view in views:
+        for start in range(0, len(view), piece or len(view)):
+            sock.sendall(view[start : start + (piece or len(view))])
+    _expect(sock)
 
 
-def receive_to_memory(sock: socket.socket, nbytes: int) -> float:
-    """Receive into memory that was never touched.
+class ToFile:
+    """Receives into a buffer and writes it at its place in an allocated file, again and again.
 
-    Returns:
-        Seconds from the first wait for bytes to the last byte.
+    Args:
+        sock: Connected; stays open.
+        nbytes: How many come.
+        path: Made, and removed by ``free``.
     """
-    fresh = mmap.mmap(-1, nbytes)
-    view = memoryview(fresh)
-    begun = time.perf_counter()
-    for start in range(0, nbytes, BUFFER_BYTES):
-        _fill(sock, view[start : start + BUFFER_BYTES])
-    seconds = time.perf_counter() - begun
-    view.release()
-    fresh.close()
-    _finish(sock)
-    return seconds
+
+    def __init__(self, sock: socket.socket, nbytes: int, path: Path) -> None:
+        self._sock = sock
+        self._nbytes = nbytes
+        self._path = path
+        self._buffer = memoryview(bytearray(b"\1") * BUFFER_BYTES)  # touched before it is needed
+
+    def run(self) -> None:
+        """Ask, receive everything, and say so."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            allocate(fd, self._nbytes)
+            self._sock.sendall(_TOKEN)
+            for start in range(0, self._nbytes, BUFFER_BYTES):
+                part = self._buffer[: self._nbytes - start]
+                _fill(self._sock, part)
+                os.pwrite(fd, part, start)
+        finally:
+            os.close(fd)
+        self._sock.sendall(_TOKEN)
+
+    def free(self) -> None:
+        """Remove the file."""
+        self._path.unlink()
 
 
-def _finish(sock: socket.socket) -> None:
-    with sock:
-        sock.sendall(b"!")
+class ToMemory:
+    """Receives into private memory that was never touched.
+
+    Args:
+        sock: Connected; stays open.
+        nbytes: How many come.
+    """
+
+    def __init__(self, sock: socket.socket, nbytes: int) -> None:
+        self._sock = sock
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def run(self) -> None:
+        """Ask, receive everything, and say so."""
+        self._sock.sendall(_TOKEN)
+        with memoryview(self._memory) as view:
+            for start in range(0, len(view), BUFFER_BYTES):
+                _fill(self._sock, view[start : start + BUFFER_BYTES])
+        self._sock.sendall(_TOKEN)
+
+    def free(self) -> None:
+        """Return the memory."""
+        self._memory.close()
+
+
+def _expect(sock: socket.socket) -> None:
+    if sock.recv(1) != _TOKEN:
+        raise EOFError("the receiver went away")
 
 
 def _fill(sock: socket.socket, view: memoryview) -> None:
