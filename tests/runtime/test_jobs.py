@@ -20,7 +20,7 @@ from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
 from streamoff.runtime.control_files import read_control_file
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.jobs import MAX_REPORTED, STUCK_REPORT, ConsumerEnd, Job, open_job
+from streamoff.runtime.jobs import MAX_REPORTED, STUCK_REPORT, ConsumerEnd, open_job
 from streamoff.runtime.threads import run_in_thread
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource
@@ -40,6 +40,7 @@ from .world import (
     settled_tasks,
     state_dict,
     tasks,
+    until_gone,
     watched,
     world,
 )
@@ -53,12 +54,6 @@ async def landed(w, job, tensors=None) -> LazyStateDict:
     state = await job.download(ref, disk(job))
     assert isinstance(state, LazyStateDict)
     return state
-
-
-async def until_gone(job: Job) -> None:
-    """Wait until what was stuck has ended and the root is gone."""
-    while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
-        await anyio.sleep(0.01)
 
 
 # --- opening --------------------------------------------------------------------------------------

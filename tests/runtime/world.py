@@ -19,6 +19,7 @@ import xxhash
 from anyio.abc import TaskGroup
 
 from streamoff.errors import StreamoffError
+from streamoff.machines.job_root import JobRootState
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import Job
@@ -233,6 +234,12 @@ def disk(job: Job, names: Iterable[str] | None = None, **others: Any) -> Terms:
 def files(root: Path) -> list[str]:
     """Every file below a directory."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+async def until_gone(job: Job) -> None:
+    """Wait until what was stuck has ended and the root is gone."""
+    while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
+        await anyio.sleep(0.01)
 
 
 # --- endpoints ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
@@ -22,7 +23,13 @@ from typing import Any, Final, TypeVarTuple, Unpack
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from streamoff.errors import JobClosedError, JobExistsError, StreamoffError, UsageError
+from streamoff.errors import (
+    JobClosedError,
+    JobExistsError,
+    StreamoffError,
+    TransferError,
+    UsageError,
+)
 from streamoff.machines import job_root as m
 from streamoff.machines.download import DownloadState
 from streamoff.machines.job_root import JOB_ROOT, Admission, JobRoot, JobRootState
@@ -167,7 +174,7 @@ class Job:
         self.record = JobRoot(job=name, window=window)
         self.story = Story(f"job root {name}")
         self.body = anyio.CancelScope()
-        self.failures: list[Exception] = []
+        self.failures: list[BaseException] = []
         self.bytes_landed = 0
         self._root = root
         self._admission = Admission.ALL
@@ -205,7 +212,9 @@ class Job:
         """Start a consumer: a task that may use the root's files and is drained with it.
 
         Args:
-            fn: An async callable. If it raises, the body of the job is cancelled and ``open_job`` raises.
+            fn: An async callable. If it raises, the body of the job is cancelled and ``open_job`` raises; a
+                :exc:`~streamoff.errors.JobClosedError` of a job that is closing is how it learns of the end,
+                and no failure.
             args: Its arguments.
             name: For the report; the function's name by default.
 
@@ -232,24 +241,20 @@ class Job:
         """Land one payload under this root.
 
         Raises:
-            JobClosedError: No new downloads are admitted. Nothing was sent.
+            JobClosedError: No new downloads are admitted: nothing was sent. Or the job closed before it had
+                landed: its source was told.
             TransferError: How the transfer ended.
 
         Cancellation: cancels the transfer at its source and removes what had landed.
         """
         self._admit(Admission.ALL)
-        assert self._nursery is not None
         transfer = self.endpoint.transfer(ref, terms)
-        self._downloads.add(transfer)
-        started = anyio.current_time()
         try:
-            state = await self.endpoint.run_transfer(transfer, self._nursery.start_soon)
-        finally:
-            self._downloads.discard(transfer)
-            self._note_download(transfer, started)
-            self._changed.notify()
-        self.bytes_landed += transfer.record.landed.nbytes
-        return state
+            return await self.endpoint.run_transfer(transfer, self._start_download)
+        except TransferError as error:
+            if self._closing.is_set() and transfer.record.state is DownloadState.CANCELLED:
+                raise JobClosedError(error.what, job=self.name, story=error.story) from error
+            raise
 
     def landing(
         self,
@@ -331,7 +336,25 @@ class Job:
             bytes_landed=self.bytes_landed,
         )
 
-    # --- consumers --------------------------------------------------------------------------------
+    # --- downloads and consumers ------------------------------------------------------------------
+
+    def _start_download(
+        self, run: Callable[[Transfer], Awaitable[object]], transfer: Transfer
+    ) -> None:
+        """It uses the root until its own task has ended, whatever becomes of whoever waits for it."""
+        assert self._nursery is not None
+        self._downloads.add(transfer)
+        self._nursery.start_soon(self._host_download, run, transfer, anyio.current_time())
+
+    async def _host_download(
+        self, run: Callable[[Transfer], Awaitable[object]], transfer: Transfer, started: float
+    ) -> None:
+        try:
+            await run(transfer)
+        finally:
+            self._downloads.discard(transfer)
+            self._note_download(transfer, started)
+            self._changed.notify()
 
     def _admit(self, wanted: Admission) -> None:
         allowed = {
@@ -347,27 +370,31 @@ class Job:
     async def _host(self, consumer: Consumer, call: Callable[[], Awaitable[object]]) -> None:
         try:
             with consumer.scope:
-                try:
-                    consumer.result = await call()
-                    consumer.end = ConsumerEnd.FINISHED
-                except Exception as error:  # noqa: BLE001 - it is reported and cancels its own body
-                    self._failed(consumer, error)
+                consumer.result = await call()
+                consumer.end = ConsumerEnd.FINISHED
             if consumer.scope.cancelled_caught:
                 consumer.end = self._cut_or_cancelled()
+        except BaseException as error:  # noqa: BLE001 - it is reported, and raised where the body is
+            self._failed(consumer, error)
         finally:
             self._consumers.discard(consumer)
             self._note(consumer.name, consumer.end, consumer.started, consumer.error)
             consumer.ended.set()
             self._changed.notify()
 
-    def _failed(self, consumer: Consumer, error: Exception) -> None:
-        """A read that is refused because the consumer was cut is how a blocking one learns of it."""
-        consumer.error = error
-        if consumer.scope.cancel_called and _is_refused_read(error):
+    def _failed(self, consumer: Consumer, error: BaseException) -> None:
+        """Whatever a consumer raises, a cancellation that is not ours included, ends it and no other.
+
+        What an ended job refuses is how one that blocks, or waits for a download, learns that it is over.
+        """
+        failure = _beside(anyio.get_cancelled_exc_class(), error)
+        consumer.error = failure
+        over = consumer.scope.cancel_called or self._closing.is_set()
+        if failure is None or (over and _beside(JobClosedError, failure) is None):
             consumer.end = self._cut_or_cancelled()
             return
         consumer.end = ConsumerEnd.FAILED
-        self.failures.append(error)
+        self.failures.append(failure)
         self.body.cancel()
 
     def _cut_or_cancelled(self) -> ConsumerEnd:
@@ -377,6 +404,7 @@ class Job:
         error = transfer.record.cause or transfer.defect
         cancelled = transfer.record.state is DownloadState.CANCELLED
         end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
+        self.bytes_landed += 0 if error is not None else transfer.record.landed.nbytes
         name = f"download {transfer.ref.id} from {transfer.ref.source}"
         self._note(name, ConsumerEnd.FINISHED if error is None else end, started, error)
 
@@ -488,16 +516,19 @@ class Job:
             await self._changed.wait()
 
     async def _remove(self) -> None:
-        seconds = m.removal_seconds(self.ledger.used)
+        until = time.monotonic() + m.removal_seconds(self.ledger.used)
         self._removed = await run_in_thread(
-            self._bury, seconds, limiter=self.endpoint.resources.roots
+            self._bury, until, limiter=self.endpoint.resources.roots
         )
         now = anyio.current_time()
         self._gone_at = now
         self._step(m.Removed(now) if self._removed else m.RemovalExpired(now))
 
-    def _bury(self, seconds: float) -> bool:
-        """Rename the root out of the way and wait, bounded, until the janitor has removed it."""
+    def _bury(self, until: float) -> bool:
+        """Rename the root out of the way and wait, at most ``until`` then, for the janitor to remove it.
+
+        The janitor works in real time, and a turn for a thread may have been waited for.
+        """
         self.guard.close()
         try:
             gone = self._root.bury()
@@ -505,7 +536,7 @@ class Job:
             logger.warning("job %s: %s", self.name, error)
             return False
         JANITOR.reclaim(gone)
-        return JANITOR.wait(gone, seconds)
+        return JANITOR.wait(gone, max(0.0, until - time.monotonic()))
 
     async def _leave_word(self) -> None:
         """Say in the root itself who keeps it, for whoever finds it there."""
@@ -651,14 +682,26 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
             with anyio.CancelScope(shield=True):
                 await job.closed.wait()
         finally:
-            swallowed = bool(job.body.__exit__(kind, error, trace))
-        if not job.failures:
-            return swallowed
-        if isinstance(error, Exception) and not swallowed:
-            raise ExceptionGroup(f"job {self._name} failed", [error, *job.failures])
-        if len(job.failures) == 1:
-            raise job.failures[0]
-        raise ExceptionGroup(f"job {self._name} failed", job.failures)
+            left = _leave(job.body, error)
+        failures = job.failures
+        if not failures and (left is None or left is error):
+            return left is None
+        if left is not None and not isinstance(left, anyio.get_cancelled_exc_class()):
+            failures = [left, *failures]
+        raise (
+            failures[0]
+            if len(failures) == 1
+            else BaseExceptionGroup(f"job {self._name} failed", failures)
+        )
+
+
+def _leave(scope: anyio.CancelScope, error: BaseException | None) -> BaseException | None:
+    """Leave a cancel scope with an error, and return what is left of it without that cancellation."""
+    try:
+        kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+        return None if scope.__exit__(kind, error, trace) else error
+    except BaseException as left:  # noqa: BLE001 - part of a group, or the scope's own complaint
+        return left
 
 
 def _seconds(start: float | None, stop: float | None) -> float:
@@ -672,10 +715,11 @@ async def _hop(limiter: anyio.CapacityLimiter, call: Callable[[], Any]) -> Any:
     return await run_in_thread(call, limiter=limiter)
 
 
-def _is_refused_read(error: Exception) -> bool:
-    if isinstance(error, ExceptionGroup):
-        return error.split(JobClosedError)[1] is None
-    return isinstance(error, JobClosedError)
+def _beside(kind: type[BaseException], error: BaseException) -> BaseException | None:
+    """What an error is apart from ``kind``, also inside groups; None if it is nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kind)[1]
+    return None if isinstance(error, kind) else error
 
 
 def _remove_root(root: RootDirectory) -> None:
