@@ -165,7 +165,7 @@ def test_public_names_are_sorted_and_there() -> None:
 SIGNATURES = """
 Address(text: str) -> Self
 Budgets(*, acquire: float = 120.0, idle: float = 150.0, stall: float = 20.0, backoff: tuple[float, ...] = (2.0, 4.0, 8.0), hold: float = 600.0, reconnect_grace: float = 30.0, settle: float = 60.0, confirm: float = 5.0, deadline: float | None = None) -> None
-DecodeContext(*, tensors: Destination = 'memory', job: Job | None = None, endpoint: BaseEndpoint | None = None, budgets: Budgets | None = None, check_finite: bool = False, durable: bool = False, accept: Callable[[Layout], Any] | None = None, progress: Progress | None = None) -> None
+DecodeContext(*, tensors: Destination = 'memory', job: Job | None = None, endpoint: BaseEndpoint | None = None, budgets: Budgets | None = None, check_finite: bool = False, accept: Callable[[Layout], Any] | None = None, progress: Progress | None = None) -> None
 Delivery.cancel(self, reason: str = '') -> None
 Delivery.outcome
 Delivery.wait(self) -> Outcome
@@ -197,7 +197,7 @@ Outcome(status: OutcomeStatus, reason: str, slots: Mapping[str, Mapping[RefId, S
 Outcome.quorum
 Outcome.succeeded
 Ref(source: Address, id: RefId, ticket: bytes, size: int) -> None
-open_job(name: str, endpoint: BaseEndpoint, *, drain_window: float = 5.0, scratch: Path | str | None = None, quota: int | None = None, ram_backed: RamBacked = 'warn') -> None
+open_job(name: str, endpoint: BaseEndpoint, *, drain_window: float = 5.0, scratch: Path | str | None = None, quota: int | None = None, ram_backed: RamBacked = 'warn', durable: bool = False, page_cache: PageCache = 'keep') -> None
 open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS) -> LazyStateDict
 resolve(tree: Any, context: DecodeContext, *, only: Only | None = None) -> Any
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from streamoff.fl.persistor import FilePersistor
 from streamoff.tensors.lazy import open_state
 from streamoff.tensors.state import MemoryState
 
+from ..disks import tmpfs
 from .aggregation.support import bits, contribution, landed, terms, verified
 from .aggregation.test_columnar import Cut, corrupt, model, stop_at
 
@@ -107,6 +109,18 @@ def test_a_symbolic_link_stays_a_link(tmp_path):
     assert torch.equal(open_state(tmp_path / "real" / "model.safetensors").tensor("w"), OLD["w"])
 
 
+def test_everybody_may_read_what_the_umask_lets_them(tmp_path):
+    """A published model has the mode of any new file, also where it replaces a private one."""
+    target = tmp_path / "m.safetensors"
+    target.touch(0o600)
+    before = os.umask(0o022)
+    try:
+        FilePersistor(target).save(OLD)
+    finally:
+        os.umask(before)
+    assert target.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_left_over_partial_file_is_replaced(tmp_path):
     """What a crash left beside the target is in nobody's way."""
     persistor = FilePersistor(tmp_path / "global.safetensors")
@@ -127,12 +141,5 @@ def test_loading_what_is_no_model_says_so(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A tmpfs of 8 MiB."""
-    import subprocess
-
-    directory: Path = tmp_path / "disk"
-    directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs privileges")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    with tmpfs(tmp_path / "disk", "size=8m") as mount:
+        yield mount

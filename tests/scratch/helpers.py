@@ -1,4 +1,4 @@
-"""Real faults for the scratch tests: small file systems, child processes."""
+"""Real faults for the scratch tests: child processes."""
 
 import os
 import subprocess
@@ -6,24 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import pytest
-
-
-@contextmanager
-def tmpfs(point: Path, options: str = "size=1m", kind: str = "tmpfs") -> Iterator[Path]:
-    """Mount a small file system, or skip where that is not allowed."""
-    point.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", kind, "-o", options, kind, str(point)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a {kind} is not allowed here")
-    try:
-        yield point.resolve()
-    finally:
-        subprocess.run(["umount", "-l", str(point)], capture_output=True, check=False)
 
 
 def in_child(function: Callable[[], None]) -> int:

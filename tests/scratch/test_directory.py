@@ -15,7 +15,8 @@ from streamoff.scratch.lease import State, judge
 from streamoff.scratch.names import RootName, Stage
 from streamoff.scratch.space import filesystem
 
-from .helpers import in_child, tmpfs
+from ..disks import tmpfs
+from .helpers import in_child
 
 pytestmark = pytest.mark.core
 

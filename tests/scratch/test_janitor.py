@@ -14,7 +14,8 @@ import pytest
 from streamoff.activity import at_work
 from streamoff.scratch.janitor import JANITOR
 
-from .helpers import in_child, tmpfs
+from ..disks import tmpfs
+from .helpers import in_child
 
 pytestmark = pytest.mark.core
 

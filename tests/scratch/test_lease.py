@@ -18,7 +18,8 @@ from streamoff.scratch.directory import RootDirectory
 from streamoff.scratch.lease import EXPIRY, Lease, Owner, State, claim, judge
 from streamoff.scratch.names import LEASE, LEASE_PART, RootName, Stage
 
-from .helpers import in_child, line, process, tmpfs
+from ..disks import tmpfs
+from .helpers import in_child, line, process
 
 pytestmark = pytest.mark.core
 

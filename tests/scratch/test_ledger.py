@@ -13,7 +13,7 @@ from streamoff.errors import NoSpaceError, QuotaExceededError, UsageError
 from streamoff.scratch.ledger import Charge, Ledger
 from streamoff.scratch.space import free_space
 
-from .helpers import tmpfs
+from ..disks import tmpfs
 
 pytestmark = pytest.mark.core
 
@@ -63,11 +63,11 @@ def test_too_little_space_is_refused_with_both_numbers(tmp_path: Path) -> None:
     """A charge beyond the room of a real small file system names what is needed and what is free."""
     with tmpfs(tmp_path / "ram", "size=64k") as mount:
         ledger = Ledger(None, lambda: free_space(mount))
-        ledger.charge(64 * 1024, "fits")
+        ledger.charge(64 * 1024, "fits").release()
         with pytest.raises(NoSpaceError, match="an update") as refused:
             ledger.charge(64 * 1024 + 1, "an update")
         assert (refused.value.needed, refused.value.free) == (65537, 65536)
-        assert ledger.used == 65536
+        assert ledger.used == 0
 
 
 def test_unknown_space_is_not_zero_space(tmp_path: Path) -> None:
@@ -82,20 +82,48 @@ def test_no_space_at_all_still_admits_an_empty_charge() -> None:
     assert Ledger(None, lambda: 0).charge(0, "nothing").nbytes == 0
 
 
-def test_a_charge_shrinks_and_never_grows() -> None:
-    """What a subset does not need comes back at once; growing or going below zero is refused."""
+def test_what_is_promised_to_one_is_not_free_for_another() -> None:
+    """Of a disk that does not change yet, each charge takes its part until the disk itself says so."""
+    free = 100
+    ledger = Ledger(None, lambda: free)
+    first = ledger.charge(60, "first")
+    assert ledger.room() == (None, 40)
+    with pytest.raises(NoSpaceError, match="second") as refused:
+        ledger.charge(41, "second")
+    assert (refused.value.needed, refused.value.free) == (41, 40)
+    free = 40
+    first.taken()
+    first.taken()
+    assert ledger.room() == (None, 40)
+    second = ledger.charge(40, "second")
+    assert ledger.room() == (None, 0)
+    second.release()
+    second.taken()
+    free = 100
+    first.release()
+    assert ledger.room() == (None, 100)
+
+
+def test_room_is_what_the_quota_and_the_disk_leave() -> None:
+    """What is left of both is told apart, and less than nothing is nothing."""
+    free = 30
+    ledger = Ledger(100, lambda: free)
+    ledger.charge(30, "x")
+    assert ledger.room() == (70, 0)
+    free = 10
+    assert ledger.room() == (70, 0)
+
+
+def test_releases_are_counted() -> None:
+    """One who waits sees that something was given back, and that a second release gave nothing."""
     ledger = Ledger(100, unknown)
-    charge = ledger.charge(100, "all")
-    charge.shrink(30)
-    assert ledger.used == charge.nbytes == 30
-    for wrong in (31, -1):
-        with pytest.raises(UsageError, match="shrinks"):
-            charge.shrink(wrong)
-    assert ledger.used == 30
-    charge.shrink(0)
-    charge.release()
-    charge.shrink(0)
-    assert ledger.used == 0
+    one, two = ledger.charge(60, "one"), ledger.charge(0, "two")
+    one.taken()
+    assert ledger.releases == 0
+    one.release()
+    one.release()
+    two.release()
+    assert ledger.releases == 1
 
 
 @pytest.mark.parametrize("quota", [0, -1, True])
@@ -144,7 +172,7 @@ def test_threads_never_exceed_the_quota_together() -> None:
             except QuotaExceededError:
                 refused += 1
             else:
-                charge.shrink(20)
+                charge.taken()
                 charge.release()
         refusals.append(refused)
 
@@ -156,12 +184,13 @@ def test_threads_never_exceed_the_quota_together() -> None:
     assert len(refusals) == 8
     assert ledger.used == 0
     assert 30 <= ledger.peak <= 100
+    assert ledger.room() == (100, None)
 
 
-@given(st.lists(st.tuples(st.sampled_from("crs"), st.integers(0, 60)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("crt"), st.integers(0, 60)), max_size=40))
 def test_the_account_balances_after_any_history(history: list[tuple[str, int]]) -> None:
-    """Whatever was charged, shrunk and released: used is the sum of what is held, within the quota."""
-    ledger = Ledger(100, unknown)
+    """Whatever was charged, taken and released: used is the sum of what is held, within the quota."""
+    ledger = Ledger(100, lambda: 100)
     held: list[Charge] = []
     for action, amount in history:
         if action == "c":
@@ -172,6 +201,5 @@ def test_the_account_balances_after_any_history(history: list[tuple[str, int]]) 
         elif held and action == "r":
             held[amount % len(held)].release()
         elif held:
-            charge = held[amount % len(held)]
-            charge.shrink(min(charge.nbytes, amount))
+            held[amount % len(held)].taken()
         assert ledger.used == sum(charge.nbytes for charge in held) <= ledger.peak <= 100

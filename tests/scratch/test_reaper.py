@@ -14,7 +14,8 @@ from streamoff.scratch.lease import State, judge
 from streamoff.scratch.names import LEASE, RootName, Stage
 from streamoff.scratch.reaper import reclaim, survey
 
-from .helpers import line, process, tmpfs
+from ..disks import tmpfs
+from .helpers import line, process
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,8 @@ import pytest
 from streamoff.scratch.names import LEASE
 from streamoff.scratch.removal import MAX_DEPTH, measure, remove
 
-from .helpers import in_child, tmpfs
+from ..disks import tmpfs
+from .helpers import in_child
 
 pytestmark = pytest.mark.core
 

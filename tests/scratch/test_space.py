@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from streamoff.scratch import space
-from streamoff.scratch.space import filesystem, free_inodes, free_space, mounts
+from streamoff.scratch.space import capacity, filesystem, free_inodes, free_space, mounts
 
-from .helpers import tmpfs
+from ..disks import tmpfs
 
 pytestmark = pytest.mark.core
 
@@ -143,10 +143,19 @@ def test_a_file_system_without_a_size_has_unknown_room(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "ram", kind="ramfs") as mount:
         assert free_space(mount) is None
         assert free_inodes(mount) is None
+        assert capacity(mount) is None
         assert filesystem(mount).ram_backed
+
+
+def test_capacity_is_the_whole_disk(tmp_path: Path) -> None:
+    """What never fits is what exceeds the file system as a whole, however full it is."""
+    with tmpfs(tmp_path / "ram", "size=64k") as mount:
+        (mount / "full").write_bytes(bytes(65536))
+        assert (capacity(mount), free_space(mount)) == (65536, 0)
 
 
 def test_a_path_that_does_not_answer_has_unknown_room(tmp_path: Path) -> None:
     """If the file system cannot be asked, the room is unknown and nothing is raised."""
     assert free_space(tmp_path / "absent") is None
     assert free_inodes(tmp_path / "absent") is None
+    assert capacity(tmp_path / "absent") is None

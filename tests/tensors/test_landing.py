@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from streamoff.errors import IntegrityError, LandingError, NoSpaceError, UsageError
 from streamoff.tensors.digests import PAGE, chunk_digest
 from streamoff.tensors.dtypes import torch_dtype
+from streamoff.tensors.files import Storage
 from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding, Landing, MemoryLanding
 from streamoff.tensors.layout import plan
 from streamoff.tensors.lazy import LazyStateDict
@@ -21,6 +21,7 @@ from streamoff.tensors.sources import FileSource, StateDictSource
 from streamoff.tensors.views import Views
 from streamoff.types import MIB, ByteRange, RangeSet
 
+from ..disks import tmpfs
 from .helpers import assert_holds, entry, header_of, random_bits, run_script, serve, transfer
 
 STATE = {
@@ -175,7 +176,7 @@ def test_ranges_land_from_several_threads(landing: Landing) -> None:
 def test_the_file_appears_under_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     """Until the end there is one ``.part`` of full size; then one file, named after nothing."""
     source = StateDictSource({"../../x": torch.zeros(9), "/abs": torch.ones(9)})
-    landing = DiskLanding(tmp_path, durable=True)
+    landing = DiskLanding(tmp_path, storage=Storage(durable=True))
     landing.open(source.layout)
     part = tmp_path / (PAYLOAD_NAME + ".part")
     assert [*tmp_path.iterdir()] == [part]
@@ -260,29 +261,18 @@ def test_a_second_landing_in_the_same_directory_is_refused(tmp_path: Path) -> No
         DiskLanding(tmp_path).open(layout)
 
 
-def _mounted(tmp_path: Path, options: str) -> Iterator[Path]:
-    where = tmp_path / "small"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", str(where)], check=True)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Return an empty file system of 8 MiB."""
-    yield from _mounted(tmp_path, "size=8m")
+    with tmpfs(tmp_path / "small", "size=8m") as mount:
+        yield mount
 
 
 @pytest.fixture
 def no_inodes(tmp_path: Path) -> Iterator[Path]:
     """Return a file system whose only inode is its root."""
-    yield from _mounted(tmp_path, "size=8m,nr_inodes=1")
+    with tmpfs(tmp_path / "small", "size=8m,nr_inodes=1") as mount:
+        yield mount
 
 
 def test_a_full_disk_is_known_before_the_first_byte(small_disk: Path) -> None:

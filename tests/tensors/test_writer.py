@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from streamoff.errors import IntegrityError, LandingError, UsageError
 from streamoff.tensors.digests import PAGE
+from streamoff.tensors.files import Storage
 from streamoff.tensors.layout import Layout, plan
 from streamoff.tensors.state import State
 from streamoff.tensors.writer import FileWriter, MemoryWriter, StateWriter
@@ -80,7 +81,7 @@ def test_the_previous_file_stands_until_the_new_one_is_whole(tmp_path: Path) -> 
     lost.discard()
     assert path.read_bytes() == b"previous"
     assert [*tmp_path.iterdir()] == [path]
-    kept = FileWriter(path, LAYOUT, durable=True)
+    kept = FileWriter(path, LAYOUT, storage=Storage(durable=True))
     kept.write(0, DATA)
     kept.finish()
     assert torch.equal(load_file(path)["b"], STATE["b"])

@@ -11,6 +11,7 @@ import torch
 from streamoff.errors import UsageError
 from streamoff.fl.aggregation.buffers import reserve
 from streamoff.fl.aggregation.engine import Stop, never_stop
+from streamoff.tensors.files import PageCache, Storage
 from streamoff.tensors.layout import Layout
 from streamoff.tensors.lazy import LazyStateDict, open_state
 from streamoff.tensors.state import MemoryState, State
@@ -28,14 +29,20 @@ class FilePersistor:
     copied: the model may come from another file system. One persistor at a time may write a target.
 
     Args:
-        target: The file, made with mode 0600; its directory is made if need be. A symbolic link is
-            followed, its file replaced.
+        target: The file, made with mode 0666 less the umask; its directory is made if need be. A symbolic
+            link is followed, its file replaced.
         durable: Whether :meth:`save` returns only when the file and its name are on stable storage.
+        page_cache: Whether the file may stay in the page cache; see :class:`~streamoff.tensors.files.Storage`.
+
+    Raises:
+        UsageError: A value of the wrong kind.
     """
 
-    def __init__(self, target: Path | str, *, durable: bool = False) -> None:
+    def __init__(
+        self, target: Path | str, *, durable: bool = False, page_cache: PageCache = "keep"
+    ) -> None:
         self.target: Final = Path(target)
-        self._durable: Final = durable
+        self._storage: Final = Storage(durable=durable, page_cache=page_cache, public=True)
 
     def load(self) -> LazyStateDict:
         """Open the published model; nothing but its header is read.
@@ -56,7 +63,7 @@ class FilePersistor:
         """
         path = self.target.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
-        return FileWriter(path, layout, durable=self._durable)
+        return FileWriter(path, layout, storage=self._storage)
 
     def save(
         self, model: State | Mapping[str, object], *, stop: Stop = never_stop

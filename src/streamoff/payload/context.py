@@ -33,7 +33,6 @@ class DecodeContext:
         endpoint: Who pulls; by default the job's endpoint, or the one that received the message.
         budgets: The receiver's side counts; by default the endpoint's.
         check_finite: Whether to note tensors with NaN or infinities while landing.
-        durable: Whether a landed file is on stable storage before it counts.
         accept: Checks the layout of a payload before anything is allocated; runs in a worker thread. What it
             raises ends the transfer; an error that is not streamoff's becomes a SpecMismatchError.
         progress: Told about landed bytes.
@@ -47,7 +46,6 @@ class DecodeContext:
     endpoint: BaseEndpoint | None = None
     budgets: Budgets | None = None
     check_finite: bool = False
-    durable: bool = False
     accept: Callable[[Layout], Any] | None = None
     progress: Progress | None = None
 

@@ -165,9 +165,7 @@ async def pull(
     if job is not None and disk:
 
         def landing(layout: Layout) -> Landing:
-            return job.landing(
-                layout, names=names, check_finite=context.check_finite, durable=context.durable
-            )
+            return job.landing(layout, names=names, check_finite=context.check_finite)
     else:
 
         def landing(layout: Layout) -> Landing:  # noqa: ARG001 - memory needs no place

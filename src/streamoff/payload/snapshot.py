@@ -10,7 +10,6 @@ from streamoff.errors import JobClosedError
 from streamoff.payload.encode import Encoded, Own
 from streamoff.runtime.jobs import Job
 from streamoff.runtime.threads import run_in_thread
-from streamoff.tensors.landing import PAYLOAD_NAME
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource, Source
 from streamoff.tensors.writer import FileWriter
@@ -118,19 +117,8 @@ class _Copy:
         self._buffer = memoryview(b"")
 
     def begin(self) -> FileWriter:
-        nbytes = self._layout.size
-        directory, dispose = self._job.new_directory(nbytes, f"a snapshot of {nbytes} bytes")
-        try:
-            self._writer = FileWriter(
-                directory / PAYLOAD_NAME,
-                self._layout,
-                replace=False,
-                guard=self._job.guard,
-                dispose=dispose,
-            )
-        except BaseException:
-            dispose(directory)
-            raise
+        what = f"a snapshot of {self._layout.size} bytes"
+        self._writer = self._job.new_writer(self._layout, what)
         return self._writer
 
     def blocks(self) -> range:

@@ -26,6 +26,8 @@ from anyio.abc import TaskGroup, TaskStatus
 from streamoff.errors import (
     JobClosedError,
     JobExistsError,
+    NoSpaceError,
+    QuotaExceededError,
     StreamoffError,
     TransferError,
     UsageError,
@@ -44,12 +46,14 @@ from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.directory import RamBacked, RootDirectory
 from streamoff.scratch.janitor import JANITOR
 from streamoff.scratch.lease import TOUCH_EVERY
-from streamoff.scratch.ledger import Ledger
+from streamoff.scratch.ledger import Charge, Ledger
 from streamoff.scratch.reaper import reclaim
 from streamoff.scratch.space import free_space
-from streamoff.tensors.landing import DiskLanding
+from streamoff.tensors.files import PageCache, Storage
+from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding
 from streamoff.tensors.layout import Layout, subset
 from streamoff.tensors.state import State
+from streamoff.tensors.writer import FileWriter
 from streamoff.types import OutcomeStatus, Ref
 
 __all__ = [
@@ -165,10 +169,12 @@ class Job:
         *,
         window: float,
         ledger: Ledger,
+        storage: Storage,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.ledger = ledger
+        self.storage = storage
         self.guard = ReadGuard(name)
         self.closed = anyio.Event()
         self.record = JobRoot(job=name, window=window)
@@ -262,7 +268,6 @@ class Job:
         *,
         names: Collection[str] | None = None,
         check_finite: bool = False,
-        durable: bool = False,
     ) -> DiskLanding:
         """Make a place for one payload under the root and charge the ledger; in a worker thread.
 
@@ -272,36 +277,62 @@ class Job:
             JobClosedError: The root is gone.
         """
         nbytes = layout.size if names is None else subset(layout, names).size
-        charge = self.ledger.charge(nbytes, f"an update of {nbytes} bytes under job {self.name}")
-        root = self._root
-        try:
-            directory = root.new_transfer()
-        except BaseException:
-            charge.release()
-            raise
+        what = f"an update of {nbytes} bytes under job {self.name}"
+        directory, charge, dispose = self._new_directory(nbytes, what)
         return DiskLanding(
             directory,
             check_finite=check_finite,
             guard=self.guard,
-            dispose=lambda path: root.reclaim(path, charge.release),
-            durable=durable,
+            dispose=dispose,
+            storage=self.storage,
             hop=partial(_hop, self.endpoint.resources.reading),
+            taken=charge.taken,
         )
 
-    def new_directory(self, nbytes: int, what: str) -> tuple[Path, Callable[[Path], object]]:
-        """A directory under the root for a file of ``nbytes``, and what disposes of it; in a worker thread.
+    def new_writer(self, layout: Layout, what: str, *, name: str = PAYLOAD_NAME) -> FileWriter:
+        """Make a file under the root, and charge the ledger; in a worker thread.
+
+        Args:
+            layout: What it will hold.
+            what: What it is for, as errors name it.
+            name: Of the file; it has a directory of its own.
 
         Raises:
             QuotaExceededError, NoSpaceError, JobClosedError: As :meth:`landing`.
+            LandingError: The file cannot be made. Nothing is left.
         """
-        charge = self.ledger.charge(nbytes, what)
+        directory, charge, dispose = self._new_directory(layout.size, what)
+        try:
+            return FileWriter(
+                directory / name,
+                layout,
+                storage=self.storage,
+                replace=False,
+                guard=self.guard,
+                dispose=dispose,
+                hop=partial(_hop, self.endpoint.resources.reading),
+                taken=charge.taken,
+            )
+        except BaseException:
+            dispose(directory)
+            raise
+
+    def _new_directory(
+        self, nbytes: int, what: str
+    ) -> tuple[Path, Charge, Callable[[Path], object]]:
+        """A directory that was charged for, and what disposes of both."""
         root = self._root
+        try:
+            charge = self.ledger.charge(nbytes, what)
+        except (QuotaExceededError, NoSpaceError) as error:
+            error.located(path=root.path)
+            raise
         try:
             directory = root.new_transfer()
         except BaseException:
             charge.release()
             raise
-        return directory, lambda path: root.reclaim(path, charge.release)
+        return directory, charge, lambda path: root.reclaim(path, charge.release)
 
     def serves(self, tx: Transaction) -> bool:
         """Whether a transaction serves a file of this root, and so has until the end of the window."""
@@ -610,6 +641,9 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         scratch: Where the root is made; None follows :mod:`tempfile` (``TMPDIR``).
         quota: Bytes of scratch the job may use; None for no limit but the disk.
         ram_backed: What to do if scratch turns out to be memory: ``"warn"``, ``"refuse"`` or ``"allow"``.
+        durable: Whether a file counts as landed, or written, only when it is on stable storage.
+        page_cache: ``"drop"`` keeps what was written and read out of the page cache, so that a small memory
+            limit of a container is enough; ``"keep"`` leaves that to the kernel.
 
     Raises:
         JobExistsError: The endpoint has an open job of this name.
@@ -633,6 +667,8 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         scratch: Path | str | None = None,
         quota: int | None = None,
         ram_backed: RamBacked = "warn",
+        durable: bool = False,
+        page_cache: PageCache = "keep",
     ) -> None:
         if isinstance(drain_window, bool) or not 0 <= drain_window < float("inf"):
             raise UsageError("drain_window", expected="seconds, 0 or more", got=drain_window)
@@ -642,6 +678,7 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         self._scratch = scratch
         self._quota = quota
         self._ram_backed: RamBacked = ram_backed
+        self._storage = Storage(durable=durable, page_cache=page_cache)
 
     async def __aenter__(self) -> Job:
         """Make the root and start its supervisor."""
@@ -653,7 +690,14 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
             root = await run_in_thread(self._make_root, limiter=roots)
             try:
                 ledger = Ledger(self._quota, partial(free_space, root.path))
-                job = Job(self._name, self._endpoint, root, window=self._window, ledger=ledger)
+                job = Job(
+                    self._name,
+                    self._endpoint,
+                    root,
+                    window=self._window,
+                    ledger=ledger,
+                    storage=self._storage,
+                )
                 await self._endpoint.start_job(job.supervise)
             except BaseException:
                 with anyio.CancelScope(shield=True):

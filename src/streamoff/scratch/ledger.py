@@ -1,26 +1,43 @@
 """How many bytes of scratch a job may use, and does.
 
 A charge is made when a header is accepted, before anything is written, and released when the bytes
-are gone from disk. Releasing takes no lock, because it may happen in a finaliser: what is returned
-is put on a deque and counted by the next who looks.
+are gone from disk. Until its space is really taken a charge is a promise, and what was promised to
+one is not free for another. Releasing takes no lock, because it may happen in a finaliser: what is
+returned is put on a deque and counted by the next who looks.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from streamoff.errors import NoSpaceError, QuotaExceededError, UsageError
 
-__all__ = ["Charge", "Ledger"]
+__all__ = ["Charge", "Ledger", "Room"]
+
+
+class Room(NamedTuple):
+    """What is left, in bytes: of the quota and of the disk; None: no quota, or the disk does not say."""
+
+    quota: int | None
+    free: int | None
+
+
+class _Returned(NamedTuple):
+    """What a charge gives back: bytes of the quota, and bytes that were promised."""
+
+    charged: int
+    promised: int
 
 
 class Charge:
     """Bytes that a ledger counts until they are released."""
 
-    __slots__ = ("_held", "_returned", "what")
+    __slots__ = ("_held", "_promised", "_returned", "what")
 
-    def __init__(self, nbytes: int, what: str, returned: "deque[int]") -> None:
+    def __init__(self, nbytes: int, what: str, returned: deque[_Returned]) -> None:
         self._held = [nbytes]
+        self._promised = [nbytes]
         self._returned = returned
         self.what = what
 
@@ -29,29 +46,26 @@ class Charge:
         """Bytes charged now; 0 after the release."""
         return sum(self._held)
 
-    def shrink(self, nbytes: int) -> None:
-        """Keep only part of the charge, e.g. when a subset of the tensors is wanted.
-
-        Args:
-            nbytes: Bytes to keep, 0 to :attr:`nbytes`.
-
-        Raises:
-            UsageError: It would grow. Nothing changed.
-        """
-        if not 0 <= nbytes <= self.nbytes:
-            raise UsageError(
-                "a charge only shrinks", expected=f"0 to {self.nbytes} bytes", got=nbytes
-            )
-        if self._held:
-            self._returned.append(self._held[0] - nbytes)
-            self._held[0] = nbytes
+    def taken(self) -> None:
+        """Note that the space is really taken: the disk itself says now that it is not free."""
+        self._give_back([], self._promised)
 
     def release(self) -> None:
         """Give everything back; a second call does nothing. Safe in finalisers."""
-        try:
-            self._returned.append(self._held.pop())
-        except IndexError:
-            return
+        self._give_back(self._held, self._promised)
+
+    def _give_back(self, held: list[int], promised: list[int]) -> None:
+        """Each is popped once, whoever comes first: no lock is needed."""
+        back = _Returned(_popped(held), _popped(promised))
+        if any(back):
+            self._returned.append(back)
+
+
+def _popped(number: list[int]) -> int:
+    try:
+        return number.pop()
+    except IndexError:
+        return 0
 
 
 class Ledger:
@@ -72,16 +86,17 @@ class Ledger:
         self.quota = quota
         self._space = space
         self._lock = threading.Lock()
-        self._returned: deque[int] = deque()
+        self._returned: deque[_Returned] = deque()
         self._used = 0
+        self._promised = 0
         self._peak = 0
+        self._releases = 0
 
     def charge(self, nbytes: int, what: str) -> Charge:
         """Account for bytes that are about to be written.
 
-        The free space is compared at this moment. A landing that allocates at once makes it real;
-        where the file system cannot allocate, landings that were admitted together can still run
-        out together, and then fail with `NoSpaceError` themselves.
+        The disk is asked at this moment, and what it has is shared with all programs: an admitted landing
+        can still find it full, and then fails with `NoSpaceError` itself.
 
         Args:
             nbytes: Bytes, >= 0.
@@ -98,30 +113,37 @@ class Ledger:
         if isinstance(nbytes, bool) or nbytes < 0:
             raise UsageError("scratch charge", expected="bytes, 0 or more", got=nbytes)
         free = self._space()
-        if free is not None and nbytes > free:
-            raise NoSpaceError(
-                f"no room on disk for {what}",
-                expected=f"at most {free} bytes free",
-                got=f"{nbytes} bytes needed",
-                hint="Free the disk, or give a scratch directory on a larger one",
-                needed=nbytes,
-                free=free,
-            )
         with self._lock:
-            self._settle()
-            if self.quota is not None and self._used + nbytes > self.quota:
+            room = self._room(free)
+            if room.quota is not None and nbytes > room.quota:
                 raise QuotaExceededError(
                     f"the job's scratch quota does not allow {what}",
-                    expected=f"at most {self.quota - self._used} of {self.quota} bytes left",
+                    expected=f"at most {room.quota} of {self.quota} bytes left",
                     got=f"{nbytes} bytes needed",
                     hint="Raise the quota, or release updates earlier",
                     needed=nbytes,
                     used=self._used,
                     quota=self.quota,
                 )
+            if room.free is not None and nbytes > room.free:
+                raise NoSpaceError(
+                    f"no room on disk for {what}",
+                    expected=f"at most {room.free} bytes free",
+                    got=f"{nbytes} bytes needed",
+                    hint="Free the disk, or give a scratch directory on a larger one",
+                    needed=nbytes,
+                    free=room.free,
+                )
             self._used += nbytes
+            self._promised += nbytes
             self._peak = max(self._peak, self._used)
         return Charge(nbytes, what, self._returned)
+
+    def room(self) -> Room:
+        """What is left; asks the disk."""
+        free = self._space()
+        with self._lock:
+            return self._room(free)
 
     @property
     def used(self) -> int:
@@ -135,6 +157,23 @@ class Ledger:
         """The most that was ever charged at once."""
         return self._peak
 
+    @property
+    def releases(self) -> int:
+        """How often bytes were given back; one who waits for some looks again when it has changed."""
+        with self._lock:
+            self._settle()
+            return self._releases
+
+    def _room(self, free: int | None) -> Room:
+        self._settle()
+        return Room(
+            None if self.quota is None else self.quota - self._used,
+            None if free is None else max(0, free - self._promised),
+        )
+
     def _settle(self) -> None:
         while self._returned:
-            self._used -= self._returned.popleft()
+            back = self._returned.popleft()
+            self._used -= back.charged
+            self._promised -= back.promised
+            self._releases += back.charged > 0

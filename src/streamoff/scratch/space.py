@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["UNKNOWN", "Filesystem", "Mount", "filesystem", "free_inodes", "free_space", "mounts"]
+__all__ = [
+    "UNKNOWN",
+    "Filesystem",
+    "Mount",
+    "capacity",
+    "filesystem",
+    "free_inodes",
+    "free_space",
+    "mounts",
+]
 
 UNKNOWN: Final = "unknown"
 """The kind of a file system that the mount table does not tell."""
@@ -171,6 +180,19 @@ def free_space(path: Path) -> int | None:
     except OSError:
         return None
     return room.f_bavail * room.f_frsize if room.f_blocks else None
+
+
+def capacity(path: Path) -> int | None:
+    """How many bytes the file system of ``path`` has in all: more than that never fits.
+
+    Returns:
+        Bytes; None if that is unknown, see `free_space`.
+    """
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return None
+    return room.f_blocks * room.f_frsize or None
 
 
 def free_inodes(path: Path) -> int | None:

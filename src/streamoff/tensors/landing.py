@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -11,7 +11,7 @@ import xxhash
 
 from streamoff.errors import IntegrityError, UsageError
 from streamoff.tensors.digests import chunk_digest, page_digests
-from streamoff.tensors.files import Dispose, Guard
+from streamoff.tensors.files import DEFAULT_STORAGE, Dispose, Guard, Storage
 from streamoff.tensors.finite import FiniteCheck
 from streamoff.tensors.layout import Layout, subset
 from streamoff.tensors.lazy import Hop, LazyStateDict
@@ -188,8 +188,9 @@ class DiskLanding(_Landing):
         guard: Entered around each read of the result.
         dispose: Takes the directory when it is discarded or the result is let go; must not block.
             None: the directory stays the caller's, and only the unfinished file is removed.
-        durable: Whether ``finish`` waits for stable storage.
+        storage: How the file is kept.
         hop: How the result's ``load`` leaves the event loop.
+        taken: See :class:`~streamoff.tensors.writer.FileWriter`.
     """
 
     def __init__(
@@ -199,15 +200,17 @@ class DiskLanding(_Landing):
         check_finite: bool = False,
         guard: Guard | None = None,
         dispose: Dispose | None = None,
-        durable: bool = False,
+        storage: Storage = DEFAULT_STORAGE,
         hop: Hop | None = None,
+        taken: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(check_finite=check_finite)
         self._path: Final = directory / PAYLOAD_NAME
         self._guard: Final = guard
         self._dispose: Final = dispose
-        self._durable: Final = durable
+        self._storage: Final = storage
         self._hop: Final = hop
+        self._taken: Final = taken
         self._writer: FileWriter | None = None
         self._discarded = False
 
@@ -217,11 +220,12 @@ class DiskLanding(_Landing):
         self._writer = FileWriter(
             self._path,
             landed,
-            durable=self._durable,
+            storage=self._storage,
             replace=False,
             guard=self._guard,
             dispose=self._dispose,
             hop=self._hop,
+            taken=self._taken,
         )
         return ranges
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol, Self, SupportsIndex
 from streamoff.errors import UsageError
 from streamoff.tensors.digests import PageDigests
 from streamoff.tensors.dtypes import itemsize, torch_dtype
-from streamoff.tensors.files import Dispose, Guard
+from streamoff.tensors.files import DEFAULT_STORAGE, Dispose, Guard, Storage
 from streamoff.tensors.layout import DEFAULT_LIMITS, HeaderLimits, Layout
 from streamoff.tensors.reader import FileReader, read_layout
 from streamoff.tensors.state import span, within
@@ -212,6 +212,7 @@ class LazyStateDict(_Stays, Mapping[str, LazyTensor]):
         guard: Entered around each read.
         dispose: Takes the directory; called on whichever thread lets go, so it must not block.
         hop: How ``load`` leaves the event loop; a thread of anyio's by default.
+        storage: Whether reads leave the file in the page cache.
     """
 
     def __init__(
@@ -224,8 +225,9 @@ class LazyStateDict(_Stays, Mapping[str, LazyTensor]):
         guard: Guard | None = None,
         dispose: Dispose | None = None,
         hop: Hop | None = None,
+        storage: Storage = DEFAULT_STORAGE,
     ) -> None:
-        reader = FileReader(path, layout, pages=pages, guard=guard)
+        reader = FileReader(path, layout, pages=pages, guard=guard, storage=storage)
         self._files: Final = _Files(reader, hop or _hop, dispose)
         self._nonfinite: Final = nonfinite
 

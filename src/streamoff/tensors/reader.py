@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,16 @@ from streamoff.errors import (
     UsageError,
 )
 from streamoff.tensors.digests import PAGE, PageDigests, page_digests
-from streamoff.tensors.files import Guard, no_guard, opened, read_exactly
+from streamoff.tensors.files import (
+    DEFAULT_STORAGE,
+    Guard,
+    Storage,
+    drop_cached,
+    no_guard,
+    opened,
+    read_exactly,
+    read_nothing_ahead,
+)
 from streamoff.tensors.layout import DEFAULT_LIMITS, HeaderLimits, Layout, header_length, parse
 from streamoff.tensors.views import Views, as_bytes, nbytes
 
@@ -100,6 +110,7 @@ class FileReader:
         pages: Page digests kept at landing; None: nothing is known, pages are not verified.
         guard: Entered around each read.
         identity: If given, the file must still be in this state at each read.
+        storage: Whether what has been read is dropped from the page cache.
 
     Safe to use from several threads at once.
     """
@@ -112,12 +123,14 @@ class FileReader:
         pages: PageDigests[int] | None = None,
         guard: Guard | None = None,
         identity: Identity | None = None,
+        storage: Storage = DEFAULT_STORAGE,
     ) -> None:
         self.path: Final = path
         self.layout: Final = layout
         self._pages: Final = pages
         self._guard: Final = guard or no_guard
         self._identity: Final = identity
+        self._drop: Final = storage.page_cache == "drop"
         self._closed = False
 
     @classmethod
@@ -174,8 +187,12 @@ class FileReader:
         first, views = (start, (into,)) if self._pages is None else self._whole_pages(start, into)
         with self._opened() as fd:
             self._compare(fd)
+            if self._drop:
+                read_nothing_ahead(fd)
             got = read_exactly(fd, views, first)
             size = os.fstat(fd).st_size
+            if self._drop:
+                drop_cached(fd, first, nbytes(views), written=False)
         if got < nbytes(views):
             raise _truncated(self.path, self.layout.size, size, tensor)
         if self._pages is not None:
@@ -230,4 +247,5 @@ def _present(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise JobClosedError("the file is gone", path=path) from error
     except OSError as error:
-        raise LandingError("cannot read", got=error.strerror, path=path) from error
+        code = errno.errorcode.get(error.errno or 0, "unknown")
+        raise LandingError(f"cannot read ({error.strerror})", path=path, code=code) from error

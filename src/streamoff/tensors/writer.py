@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 from streamoff.errors import LandingError, UsageError
 from streamoff.tensors.digests import PAGE, page_count, page_digests
 from streamoff.tensors.files import (
+    DEFAULT_STORAGE,
     Dispose,
     Guard,
+    Storage,
     allocate,
+    drop_cached,
     opened,
     read_exactly,
+    start_writeback,
     sync_directory,
     translated,
     write_all,
@@ -27,7 +31,7 @@ from streamoff.tensors.layout import Layout
 from streamoff.tensors.lazy import Hop, LazyStateDict
 from streamoff.tensors.state import MemoryState, State
 from streamoff.tensors.views import Views, as_bytes, nbytes
-from streamoff.types import ByteRange, RangeSet
+from streamoff.types import CHUNK_BYTES, ByteRange, RangeSet
 
 if TYPE_CHECKING:
     import torch
@@ -69,18 +73,20 @@ class StateWriter(Protocol):
 class FileWriter:
     """Writes a safetensors file under ``<name>.part`` and renames it into place.
 
-    The file is opened for each operation; only a writer that may be replaced holds a descriptor. A page of the file gets its
-    digest from the bytes that are written; only a page that several writes share is read back, once, by
-    the write that completes it.
+    The file is opened for each operation; only a writer that may be replaced holds a descriptor. A page of the
+    file gets its digest from the bytes that are written; only a page that several writes share is read back,
+    once, by the write that completes it.
 
     Args:
         path: The file to appear; its directory exists.
         layout: What will be written.
-        durable: Whether :meth:`finish` waits until the file and its name are on stable storage.
+        storage: How the file is kept, while it is written and as the result.
         replace: Whether a ``.part`` left by a crash, and an existing ``path``, are replaced.
         guard: For the reads of the result.
         dispose: For the result: takes the file's directory.
         hop: For the result.
+        taken: Called when the space of the whole file is taken: at once where the file system reserves it,
+            else when the file is whole.
 
     Raises:
         NoSpaceError: The file system has no room for the whole; nothing is left behind.
@@ -92,19 +98,22 @@ class FileWriter:
         path: Path,
         layout: Layout,
         *,
-        durable: bool = False,
+        storage: Storage = DEFAULT_STORAGE,
         replace: bool = True,
         guard: Guard | None = None,
         dispose: Dispose | None = None,
         hop: Hop | None = None,
+        taken: Callable[[], object] | None = None,
     ) -> None:
         self._path: Final = path
         self._part: Final = path.with_name(path.name + ".part")
         self._layout: Final = layout
-        self._durable: Final = durable
+        self._storage: Final = storage
+        self._cache: Final = _Writeback() if storage.page_cache == "drop" else None
         self._guard: Final = guard
         self._dispose: Final = dispose
         self._hop: Final = hop
+        self._taken: Final = taken
         self._pages: Final = array("Q", bytes(8 * page_count(layout.size)))
         self._lock: Final = threading.Lock()
         self._written = RangeSet()
@@ -152,6 +161,8 @@ class FileWriter:
             shared = self._record(item, pages)
             for page in shared:
                 self._pages[page] = self._read_page(fd, page)
+            if self._cache is not None:
+                self._cache.written(fd, item)
 
     def read_back(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the unfinished file.
@@ -175,12 +186,16 @@ class FileWriter:
         with translated(self._part, "publish", self._layout.size):
             with opened(self._part, os.O_RDONLY) as fd:
                 self._check_same(fd)
-                if self._durable:
+                if self._storage.durable:
                     os.fsync(fd)
+                if self._cache is not None:
+                    drop_cached(fd, 0, 0, written=True)
             self._part.rename(self._path)
-            if self._durable:
+            if self._storage.durable:
                 sync_directory(self._path.parent)
         self._end()
+        if self._taken is not None:
+            self._taken()
         return LazyStateDict(
             self._path,
             self._layout,
@@ -189,6 +204,7 @@ class FileWriter:
             guard=self._guard,
             dispose=self._dispose,
             hop=self._hop,
+            storage=self._storage,
         )
 
     def discard(self) -> None:
@@ -219,10 +235,12 @@ class FileWriter:
         with translated(self._part, "make room", self._layout.size):
             if replace:
                 self._part.unlink(missing_ok=True)
-            with opened(self._part, flags) as fd:
+            with opened(self._part, flags, self._storage.mode) as fd:
                 try:
                     if not allocate(fd, self._layout.size):
                         os.ftruncate(fd, self._layout.size)
+                    elif self._taken is not None:
+                        self._taken()
                 except OSError:
                     self._part.unlink(missing_ok=True)
                     raise
@@ -261,6 +279,34 @@ class FileWriter:
         stat = os.fstat(fd)
         if (stat.st_dev, stat.st_ino) != self._inode:
             raise LandingError("the unfinished file was replaced", path=self._part)
+
+
+class _Writeback:
+    """Keeps what is written out of the page cache: a batch is being written back while the next one fills."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.Lock()
+        self._filling: ByteRange | None = None
+        self._filled = 0
+        self._leaving: ByteRange | None = None
+
+    def written(self, fd: int, item: ByteRange) -> None:
+        """Note a range that was written; once a batch is full, wait for the one before it, and drop that.
+
+        Raises:
+            OSError: What was written before cannot get to the disk.
+        """
+        with self._lock:
+            box = self._filling or item
+            self._filling = ByteRange(min(box.start, item.start), max(box.stop, item.stop))
+            self._filled += item.nbytes
+            if self._filled < CHUNK_BYTES:
+                return
+            batch, before = self._filling, self._leaving
+            self._filling, self._filled, self._leaving = None, 0, self._filling
+        start_writeback(fd, batch.start, batch.nbytes)
+        if before is not None:
+            drop_cached(fd, before.start, before.nbytes, written=True)
 
 
 class MemoryWriter:

@@ -27,6 +27,8 @@ from streamoff.fl.persistor import FilePersistor
 from streamoff.fl.workflows.fedavg import FedAvg
 from streamoff.runtime.jobs import Job
 from streamoff.runtime.threads import wait_from_thread
+from streamoff.tensors.layout import Layout
+from streamoff.tensors.writer import FileWriter
 from streamoff.types import MIB
 
 from ..world import World, entries, federated, landed_bytes, model, plus, value_of
@@ -173,16 +175,16 @@ async def test_a_result_that_cannot_be_written_costs_the_round(
     async with World(tmp_path) as world:
         await world.site("site-1", plus(1.0))
         async with world.open_job() as job:
-            made = job.new_directory
+            made = job.new_writer
             calls = []
 
-            def new_directory(nbytes: int, what: str):
+            def new_writer(layout: Layout, what: str, **others: str) -> FileWriter:
                 calls.append(what)
                 if len(calls) > 1:
-                    raise NoSpaceError("no room on disk", needed=nbytes, free=0)
-                return made(nbytes, what)
+                    raise NoSpaceError("no room on disk", needed=layout.size, free=0)
+                return made(layout, what, **others)
 
-            job.new_directory = new_directory  # type: ignore[method-assign]
+            job.new_writer = new_writer  # type: ignore[method-assign]
             workflow = federated(aggregation=aggregation)
             error = await fails(world, job, workflow, ["site-1"], NoSpaceError)
             assert "no room" in str(error)

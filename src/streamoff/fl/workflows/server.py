@@ -39,7 +39,7 @@ from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.space import free_space
 from streamoff.tensors.layout import Layout
 from streamoff.tensors.state import State
-from streamoff.tensors.writer import FileWriter, MemoryWriter, StateWriter
+from streamoff.tensors.writer import MemoryWriter, StateWriter
 from streamoff.types import Address
 
 __all__ = ["LOOK_SECONDS", "RunSettings", "ServerRun"]
@@ -291,10 +291,8 @@ class ServerRun:
         """Where the next global model is written; in the worker thread."""
         if not self._settings.to_disk:
             return MemoryWriter(layout)
-        directory, dispose = self._job.new_directory(layout.size, "a global model")
-        return FileWriter(
-            directory / "model.safetensors", layout, guard=self._job.guard, dispose=dispose
-        )
+        what = f"a global model of {layout.size} bytes"
+        return self._job.new_writer(layout, what, name="model.safetensors")
 
     async def _maths(self, fn: Callable[..., Any], *args: Any) -> Any:
         return await run_in_thread(fn, *args, limiter=self._endpoint.resources.maths)
