@@ -96,7 +96,7 @@ class ConsumerEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConsumerReport:
-    """One consumer: its name, how it ended, and after how many seconds."""
+    """One consumer: its name, how it ended, and how many seconds after its start."""
 
     name: str
     end: ConsumerEnd
@@ -112,10 +112,11 @@ class JobReport:
         job: Its name.
         state: Of the root: gone, stuck, or still something else.
         consumers: Those that did not simply finish, at most :data:`MAX_REPORTED`.
-        ends: How many consumers ended in which way, downloads and served transactions included.
+        ends: How many consumers ended in which way, downloads and served transactions included; who was
+            stuck stays so, whatever became of it later.
         window: The drain window, seconds.
         drain_seconds: From leaving the body until nothing used the root, or until it was stuck.
-        removal_seconds: What the directory took to go.
+        removal_seconds: What the directory took to go once nothing used it.
         removed: Whether it is gone.
         bytes_peak: The most scratch the job was charged for at once.
         bytes_landed: Bytes landed in all.
@@ -188,12 +189,13 @@ class Job:
         self._closing = anyio.Event()
         self._changed = Signal()
         self._consumers: set[Consumer] = set()
-        self._downloads: set[Transfer] = set()
+        self._downloads: dict[Transfer, float] = {}
         self._serves: dict[Transaction, float] = {}
         self._reported: deque[ConsumerReport] = deque(maxlen=MAX_REPORTED)
         self._ends: Counter[ConsumerEnd] = Counter()
         self._closed_at: float | None = None
         self._drained_at: float | None = None
+        self._freed_at: float | None = None
         self._gone_at: float | None = None
         self._removed = False
 
@@ -359,9 +361,7 @@ class Job:
             ends=dict(self._ends),
             window=self.record.window,
             drain_seconds=_seconds(self._closed_at, self._drained_at),
-            removal_seconds=0.0
-            if self._gone_at is None
-            else _seconds(self._drained_at, self._gone_at),
+            removal_seconds=_seconds(self._freed_at, self._gone_at),
             removed=self._removed,
             bytes_peak=self.ledger.peak,
             bytes_landed=self.bytes_landed,
@@ -374,17 +374,16 @@ class Job:
     ) -> None:
         """It uses the root until its own task has ended, whatever becomes of whoever waits for it."""
         assert self._nursery is not None
-        self._downloads.add(transfer)
-        self._nursery.start_soon(self._host_download, run, transfer, anyio.current_time())
+        self._downloads[transfer] = anyio.current_time()
+        self._nursery.start_soon(self._host_download, run, transfer)
 
     async def _host_download(
-        self, run: Callable[[Transfer], Awaitable[object]], transfer: Transfer, started: float
+        self, run: Callable[[Transfer], Awaitable[object]], transfer: Transfer
     ) -> None:
         try:
             await run(transfer)
         finally:
-            self._downloads.discard(transfer)
-            self._note_download(transfer, started)
+            self._note_download(transfer, self._downloads.pop(transfer))
             self._changed.notify()
 
     def _admit(self, wanted: Admission) -> None:
@@ -436,8 +435,7 @@ class Job:
         cancelled = transfer.record.state is DownloadState.CANCELLED
         end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
         self.bytes_landed += 0 if error is not None else transfer.record.landed.nbytes
-        name = f"download {transfer.ref.id} from {transfer.ref.source}"
-        self._note(name, ConsumerEnd.FINISHED if error is None else end, started, error)
+        self._note(_name(transfer), ConsumerEnd.FINISHED if error is None else end, started, error)
 
     def _served(self, tx: Transaction) -> None:
         started = self._serves.pop(tx, anyio.current_time())
@@ -454,19 +452,35 @@ class Job:
     def _note(
         self, name: str, end: ConsumerEnd, started: float, error: BaseException | str | None
     ) -> None:
+        if not self.record.stuck:  # what ends later has been told as stuck
+            self._tell(name, end, started, error)
+
+    def _tell(
+        self,
+        name: str,
+        end: ConsumerEnd,
+        started: float,
+        error: BaseException | str | None = None,
+    ) -> None:
         self._ends[end] += 1
         if end is not ConsumerEnd.FINISHED:
             seconds = anyio.current_time() - started
             what = error.what if isinstance(error, StreamoffError) else str(error or "")
             self._reported.append(ConsumerReport(name, end, seconds, what))
 
+    def _users(self) -> list[tuple[str, float]]:
+        """What uses the root now: its name, and since when, as far as that is known."""
+        now = anyio.current_time()
+        return [
+            *((consumer.name, consumer.started) for consumer in self._consumers),
+            *((_name(transfer), started) for transfer, started in self._downloads.items()),
+            *((f"serving {tx.id}", started) for tx, started in self._serves.items()),
+            *[("a read of a landed file", now)] * self.guard.reads,
+        ]
+
     def _left(self) -> tuple[str, ...]:
         """What still uses the root, by name."""
-        names = [consumer.name for consumer in self._consumers]
-        names += [f"download {one.ref.id} from {one.ref.source}" for one in self._downloads]
-        names += [f"serving {tx.id}" for tx in self._serves]
-        names += ["a read of a landed file"] * self.guard.reads
-        return tuple(names)
+        return tuple(name for name, _ in self._users())
 
     # --- the supervisor ---------------------------------------------------------------------------
 
@@ -547,6 +561,7 @@ class Job:
             await self._changed.wait()
 
     async def _remove(self) -> None:
+        self._freed_at = anyio.current_time()
         until = time.monotonic() + m.removal_seconds(self.ledger.used)
         self._removed = await run_in_thread(
             self._bury, until, limiter=self.endpoint.resources.roots
@@ -608,9 +623,8 @@ class Job:
                     tx.cancel(f"job {self.name} is closing")
             case m.HandOver():
                 self._drained_at = anyio.current_time()
-                since = self._drained_at if self._closed_at is None else self._closed_at
-                for name in self.record.stuck:
-                    self._note(name, ConsumerEnd.STUCK, since, None)
+                for name, since in self._users():
+                    self._tell(name, ConsumerEnd.STUCK, since)
             case m.ReportRoot():
                 self._log()
             case m.BuryRoot():
@@ -619,15 +633,16 @@ class Job:
     def _log(self) -> None:
         report = self.report
         ends = ", ".join(f"{count} {end.value}" for end, count in report.ends.items())
-        level = logging.WARNING if report.state is JobRootState.STUCK else logging.INFO
+        stuck = report.state is JobRootState.STUCK
         logger.log(
-            level,
-            "job %s is %s after %.2f s of drain: %s%s",
+            logging.INFO if report.removed else logging.WARNING,
+            "job %s is %s after %.2f s of drain: %s%s%s",
             self.name,
             report.state.value,
             report.drain_seconds,
             ends or "nothing used it",
-            f"; stuck: {', '.join(self.record.stuck)}" if self.record.stuck else "",
+            f"; stuck: {', '.join(self.record.stuck)}" if stuck else "",
+            "" if report.removed or stuck else f"; {self.path} is not removed yet",
         )
 
 
@@ -753,6 +768,10 @@ def _seconds(start: float | None, stop: float | None) -> float:
     if start is None:
         return 0.0
     return (anyio.current_time() if stop is None else stop) - start
+
+
+def _name(transfer: Transfer) -> str:
+    return f"download {transfer.ref.id} from {transfer.ref.source}"
 
 
 async def _hop(limiter: anyio.CapacityLimiter, call: Callable[[], Any]) -> Any:
