@@ -11,6 +11,7 @@ SUITES: Final = {
     "memory": "resident memory of a whole simulation, by engine, shapes and sites",
     "transfer": "a model of 292 tensors between two processes, against a raw copy",
     "giant": "the same bytes as one tensor",
+    "tls": "the same model over TLS 1.3, against a blocking TLS copy",
     "control": "what a transfer costs besides its bytes: 10,000 refs of 4 KiB",
     "sites": "1,000 sites of 1 MiB in one event loop",
 }

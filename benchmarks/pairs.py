@@ -10,7 +10,7 @@ from streamoff.types import MIB
 
 __all__ = ["PAIRS", "QUICK_PAIRS", "Sample", "Series", "in_turns", "ratios", "spread"]
 
-PAIRS: Final = 5
+PAIRS: Final = 7
 QUICK_PAIRS: Final = 1
 
 

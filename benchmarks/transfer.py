@@ -6,11 +6,11 @@ with its spread.
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.children import Child
 from benchmarks.machine import Machine, Room
@@ -139,12 +139,17 @@ def measure_shapes(title: str, shapes: str, *, quick: bool) -> Report:
         figures=figures,
         rows=[HEAD, *(row(labels[name], both) for name, both in found.items())],
         notes=notes,
-        samples={
-            name: {way: series.to_json() for way, series in both.items()}
-            for name, both in found.items()
-        },
+        samples=samples_of(found),
         quick=quick,
     )
+
+
+def samples_of(found: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
+    """Everything that was measured, as plain JSON values."""
+    return {
+        name: {way: series.to_json() for way, series in ways.items()}
+        for name, ways in found.items()
+    }
 
 
 def _lack(base: Path, nbytes: int) -> str | None:
