@@ -68,7 +68,7 @@ async def assert_given_up(
     await settled_tasks()
     assert all_dead(references)
     w.assert_idle()
-    assert not w.server._wire.streams
+    assert not w.server.downloads.wire.streams
     if job is not None:
         assert await gone(job)
         assert job.ledger.used == 0

@@ -572,7 +572,7 @@ async def test_a_link_that_speaks_for_somebody_else_is_dropped():
         )
         await settled_tasks()
         assert not liar.alive()
-        assert [str(peer) for peer in w.server._links] == ["site-1"]
+        assert [str(peer) for peer in w.server.links.live] == ["site-1"]
 
 
 async def test_nonsense_from_behind_a_neighbour_costs_the_neighbour_nothing():

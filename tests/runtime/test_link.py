@@ -65,7 +65,7 @@ class Parcel:
 
 def driver(of: BaseEndpoint, to: str) -> LinkDriver:
     """The live link of an endpoint."""
-    return of._links[Address(to)]
+    return of.links.live[Address(to)]
 
 
 @pytest.mark.parametrize("end", ["served", "lost", "cut", "partition", "closed by the peer"])
@@ -225,23 +225,19 @@ async def test_pings_are_answered():
         await link.aclose()
 
 
-class Clumsy(BaseEndpoint):
-    """An endpoint with a defect."""
-
-    def _handle(self, driver, frame, inbound):
-        if isinstance(frame, Hold):
-            raise ZeroDivisionError("a defect")
-        super()._handle(driver, frame, inbound)
-
-
-async def test_a_defect_costs_one_link_and_not_the_endpoint(caplog):
+async def test_a_defect_costs_one_link_and_not_the_endpoint(caplog, monkeypatch):
     """An unforeseen error over a frame is logged and ends its link; other links and downloads go on."""
+
+    def defect(frame: Hold) -> None:
+        raise ZeroDivisionError("a defect")
+
     network = MemoryNetwork()
     async with (
-        Clumsy("server", transports=[network]) as server,
+        BaseEndpoint("server", transports=[network]) as server,
         BaseEndpoint("site-1", transports=[network]) as site,
         puppet(network, "odd") as odd,
     ):
+        monkeypatch.setattr(server.publisher, "on_hold", defect)
         await site.connect("server")
         with caplog.at_level(logging.ERROR, "streamoff.link"):
             await odd.send(Hold(**odd.route(), stream=1, seconds=1.0))

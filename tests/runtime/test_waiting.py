@@ -258,14 +258,14 @@ async def test_a_partition_shorter_than_the_silence_is_only_a_delay(partition):
         async with anyio.create_task_group() as group:
             group.start_soon(attempt.run, partial(w.download, ref))
             await anyio.sleep(0.1)
-            link = w.server._links[Address("site-1")]
+            link = w.server.links.live[Address("site-1")]
             network.partition("server", "site-1")
             await anyio.sleep(partition)
             network.heal("server", "site-1")
         assert attempt.state is not None
         assert_same(attempt.state, state_dict(10))
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
-        assert w.server._links[Address("site-1")] is link
+        assert w.server.links.live[Address("site-1")] is link
         assert w.site.publisher.statistics().bytes_served == ref.size
 
 
@@ -278,7 +278,7 @@ async def test_a_partition_longer_than_the_silence_costs_the_link_and_not_the_do
         async with anyio.create_task_group() as group:
             group.start_soon(attempt.run, partial(w.download, ref))
             await anyio.sleep(9)
-            link = w.server._links[Address("site-1")]
+            link = w.server.links.live[Address("site-1")]
             network.partition("server", "site-1")
             await anyio.sleep(25)
             assert link.cause is not None
@@ -317,10 +317,10 @@ async def test_what_a_link_that_is_replaced_had_under_way_is_asked_for_again():
         async with anyio.create_task_group() as group:
             group.start_soon(attempt.run, partial(w.download, ref))
             await anyio.sleep(9)
-            first = w.server._links[Address("site-1")]
-            w.site._links[Address("server")].lose(UnreachableError("half of the link is gone"))
+            first = w.server.links.live[Address("site-1")]
+            w.site.links.live[Address("server")].lose(UnreachableError("half of the link is gone"))
             await anyio.sleep(3)
-            assert w.server._links[Address("site-1")] is not first
+            assert w.server.links.live[Address("site-1")] is not first
         assert attempt.state is not None
         assert_pattern(attempt.state)
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED

@@ -210,7 +210,7 @@ async def connected(
             end = BaseEndpoint(name, transports=[net.client(name)], seed=1, **options)
             ends.append(await stack.enter_async_context(end))
             await end.connect("server")
-        await settled(lambda: len(hub._links) == len(ends) - 1)
+        await settled(lambda: hub.statistics().links == len(ends) - 1)
         yield tuple(ends)
 
 

@@ -142,7 +142,7 @@ async def test_a_relay_takes_no_more_for_a_peer_than_that_can_get_rid_of(unix: N
             await settled_tasks()
         await settled(lambda: refusals)
         assert all(isinstance(error, UnreachableError) for error in refusals)
-        driver = site._links[Address("site-1.reader")]
+        driver = site.links.live[Address("site-1.reader")]
         assert driver.cause is None
         assert driver._control_bytes <= CROWDED_BYTES + 8 * MIB
         assert site.statistics().links == 2

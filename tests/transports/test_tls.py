@@ -156,10 +156,9 @@ async def test_plain_and_encrypted_ends_tell_each_other_apart(tls: Net):
         assert isinstance(caught.value, (LinkLostError, UnreachableError)) or (
             "TLS on both sides" in str(caught.value)
         )
-    async with BaseEndpoint(
-        "server", transports=[TcpTransport(listen=HostPort("127.0.0.1", 0))]
-    ) as server:
-        tls.places["server"] = server._transports[0].place  # type: ignore[attr-defined]
+    transport = TcpTransport(listen=HostPort("127.0.0.1", 0))
+    async with BaseEndpoint("server", transports=[transport]):
+        tls.places["server"] = transport.place
         said = await refused(dialler(tls, "site-1", tls.consortium.identity("site-1")))
         assert "TLS refused" in said
 
@@ -186,8 +185,8 @@ async def test_a_renewed_certificate_counts_from_the_next_link_on(tls: Net, tmp_
 
 async def fingerprint(server: BaseEndpoint, peer: str) -> bytes:
     """Of the certificate behind a live link."""
-    await settled(lambda: Address(peer) in server._links)
-    found = server._links[Address(peer)].link.fingerprint
+    await settled(lambda: Address(peer) in server.links.live)
+    found = server.links.live[Address(peer)].link.fingerprint
     assert found is not None
     return found
 
@@ -231,17 +230,17 @@ async def test_a_downlink_speaks_for_its_certificate_and_for_nobody_else(tls: Ne
     """A site may speak for what lies below its certificate's address; a word for another costs the link."""
     async with connected(tls, "site-1", "site-2") as (server, site, other):
         for sender, allowed in (("site-1.trainer", True), ("site-2", False)):
-            driver = site._links[SERVER]
+            driver = site.links.live[SERVER]
             driver.send_nowait(Pull(to=SERVER, sender=Address(sender), stream=5, start=0, stop=1))
             if allowed:
                 await anyio.sleep(0.05)
                 assert driver.cause is None
                 assert server.statistics().links == 2
             else:
-                lost = server._links[Address("site-1")]
+                lost = server.links.live[Address("site-1")]
                 await settled(lambda: lost.cause is not None)  # noqa: B023 - used at once
                 assert isinstance(lost.cause, UnexpectedMessageError)
-        assert other._links[SERVER].cause is None
+        assert other.links.live[SERVER].cause is None
 
 
 async def test_of_two_live_instances_the_newer_needs_the_same_certificate(tls: Net):
@@ -252,12 +251,12 @@ async def test_of_two_live_instances_the_newer_needs_the_same_certificate(tls: N
         shutil.copytree(former.certificate.parent, copy)
         another = tls.consortium.identity("site-1", force=True)
         assert "taken by a live endpoint" in await refused(dialler(tls, "site-1", another))
-        assert first._links[SERVER].cause is None
-        assert server._links[Address("site-1")].cause is None
+        assert first.links.live[SERVER].cause is None
+        assert server.links.live[Address("site-1")].cause is None
         async with dialler(tls, "site-1", Identity.load(copy)) as restarted:
             await restarted.connect("server")
             await settled(
-                lambda: server._links[Address("site-1")].theirs.instance == restarted.instance
+                lambda: server.links.live[Address("site-1")].theirs.instance == restarted.instance
             )
 
 

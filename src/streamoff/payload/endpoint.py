@@ -24,8 +24,9 @@ from streamoff.payload.encode import Encoded, Own, encode
 from streamoff.payload.leaves import Batch
 from streamoff.payload.resolve import Only, names_of, pull, resolve_with
 from streamoff.payload.snapshot import snapshot_of
-from streamoff.runtime.endpoint import BaseEndpoint, Transport
+from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import Job
+from streamoff.runtime.links import Transport
 from streamoff.runtime.messages import Parcel, Subscription
 from streamoff.runtime.publishing import OutcomeCallback, Transaction
 from streamoff.tensors.state import State
@@ -348,7 +349,7 @@ class Endpoint(BaseEndpoint):
 
     def decline(self, ref: Ref, reason: str) -> None:
         """Tell the source of a ref that nobody here will pull it. Does not block."""
-        self._send(
+        self.links.send(
             Cancel(
                 to=ref.source,
                 sender=self.address,
