@@ -11,6 +11,7 @@ from streamoff.errors import (
     GoneError,
     InvariantError,
     NoSpaceError,
+    PeerRefusedError,
     SourceFailedError,
     SourceLostError,
     StreamoffError,
@@ -424,6 +425,7 @@ def test_the_deadline_ends_a_download_wherever_it_is(state: str) -> None:
         d.CancelRequested(1.0, "job aborted"),
         d.LandingFailed(1.0, NoSpaceError("disk full")),
         d.Exhausted(1.0, TransferTimeoutError("no progress")),
+        d.Refused(1.0, PeerRefusedError("no such tensor"), waits=True),
     ],
     ids=lambda end: type(end).__name__,
 )
@@ -437,11 +439,19 @@ def test_an_abandoned_slot_is_cancelled_if_both_ends_can(
     assert kinds(seat.do(end)) == ((d.SendCancel,) if both else ()) + (d.Discard, d.Report)
 
 
-def test_cancel_works_before_the_first_answer() -> None:
-    """What the link already knows of the source is enough to cancel an open that nobody answered."""
+@pytest.mark.parametrize("theirs", [samples.CANCEL, None])
+def test_cancel_works_before_the_first_answer(theirs: frozenset[Capability] | None) -> None:
+    """An open that nobody answered is cancelled if the source can be, as far as anybody knows."""
     seat = Seat()
-    seat.do(d.Started(0.0, samples.CANCEL))
+    seat.do(d.Started(0.0, theirs))
     assert kinds(seat.do(d.CancelRequested(1.0, "aborted"))) == (d.SendCancel, d.Discard, d.Report)
+
+
+def test_a_source_that_is_known_not_to_understand_is_sent_no_cancel() -> None:
+    """A neighbour that has not named the capability is left to its budgets."""
+    seat = Seat()
+    seat.do(d.Started(0.0, frozenset()))
+    assert kinds(seat.do(d.CancelRequested(1.0, "aborted"))) == (d.Discard, d.Report)
 
 
 def test_a_failing_finalisation_is_confirmed_as_failed() -> None:
@@ -453,6 +463,13 @@ def test_a_failing_finalisation_is_confirmed_as_failed() -> None:
         d.Discard(),
         d.Report(error),
     )
+
+
+def test_a_refused_slot_is_not_cancelled() -> None:
+    """Where the source has nothing to give there is nobody to tell; other refs of the slot are left alone."""
+    seat = Seat(DownloadState.STREAMING)
+    told = seat.do(d.Refused(1.0, GoneError("settled")))
+    assert kinds(told) == (d.Discard, d.Report)
 
 
 def test_the_first_cause_is_the_one_reported() -> None:

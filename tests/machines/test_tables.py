@@ -53,27 +53,27 @@ Forgotten         OURS                OURS                FORGOTTEN   .
 """
 
 DOWNLOAD_GRID = """
-                 IDLE           OPENING          STREAMING             BACKOFF               FINALISING            CONFIRMING          DONE  FAILED  CANCELLED  SOURCE_LOST
-Started          OPENING/SO     OURS             OURS                  OURS                  OURS                  OURS                OURS  OURS    OURS       OURS
-Accepted         PEER           STREAMING/PM     .                     .                     .                     .                   .     .       .          .
-Planned          OURS           OPENING          STREAMING/PM          BACKOFF               OURS                  OURS                .     .       .          .
-LandedMore       OURS           OPENING          STREAMING/PM          BACKOFF               .                     .                   .     .       .          .
-LandedAll        OURS           FINALISING/F     FINALISING/F          FINALISING/F          .                     .                   .     .       .          .
-HoldAsked        OURS           .                STREAMING/SH          .                     FINALISING/SH         .                   .     .       .          .
-Stalled          OURS           BACKOFF          BACKOFF               OURS                  OURS                  OURS                .     .       .          .
-Exhausted        OURS           FAILED/D,R       FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     OURS                .     .       .          .
-RetryDue         OURS           OURS             OURS                  OPENING/SO            OURS                  OURS                .     .       .          .
-LinkLost         .              BACKOFF          BACKOFF               BACKOFF               .                     .                   .     .       .          .
-LinkRestored     .              .                .                     OPENING/SO            .                     CONFIRMING/CONFIRM  .     .       .          .
-GraceExpired     OURS           OURS             OURS                  SOURCE_LOST/D,R       OURS                  OURS                .     .       .          .
-Noticed          SOURCE_LOST/R  SOURCE_LOST/D,R  SOURCE_LOST/D,R       SOURCE_LOST/D,R       .                     DONE/R              .     .       .          .
-Refused          PEER           FAILED/D,R       FAILED/D,R            FAILED/D,R            .                     DONE/R              .     .       .          .
-LandingFailed    OURS           FAILED/D,R       FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CONFIRM,D,R    OURS                .     .       .          .
-CancelRequested  CANCELLED/R    CANCELLED/D,R    CANCELLED/CANCEL,D,R  CANCELLED/CANCEL,D,R  CANCELLED/CANCEL,D,R  DONE/R              .     .       .          .
-Finalised        OURS           OURS             OURS                  OURS                  CONFIRMING/CONFIRM    OURS                .     .       .          .
-ConfirmDue       OURS           OURS             OURS                  OURS                  OURS                  CONFIRMING/CONFIRM  .     .       .          .
-ConfirmAcked     PEER           PEER             PEER                  PEER                  PEER                  DONE/R              .     .       .          .
-ConfirmGivenUp   OURS           OURS             OURS                  OURS                  OURS                  DONE/R              .     .       .          .
+                 IDLE           OPENING               STREAMING             BACKOFF               FINALISING            CONFIRMING          DONE  FAILED  CANCELLED  SOURCE_LOST
+Started          OPENING/SO     OURS                  OURS                  OURS                  OURS                  OURS                OURS  OURS    OURS       OURS
+Accepted         PEER           STREAMING/PM          .                     .                     .                     .                   .     .       .          .
+Planned          OURS           OPENING               STREAMING/PM          BACKOFF               OURS                  OURS                .     .       .          .
+LandedMore       OURS           OPENING               STREAMING/PM          BACKOFF               .                     .                   .     .       .          .
+LandedAll        OURS           FINALISING/F          FINALISING/F          FINALISING/F          .                     .                   .     .       .          .
+HoldAsked        OURS           .                     STREAMING/SH          .                     FINALISING/SH         .                   .     .       .          .
+Stalled          OURS           BACKOFF               BACKOFF               OURS                  OURS                  OURS                .     .       .          .
+Exhausted        OURS           FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     OURS                .     .       .          .
+RetryDue         OURS           OURS                  OURS                  OPENING/SO            OURS                  OURS                .     .       .          .
+LinkLost         .              BACKOFF               BACKOFF               BACKOFF               .                     .                   .     .       .          .
+LinkRestored     .              .                     .                     OPENING/SO            .                     CONFIRMING/CONFIRM  .     .       .          .
+GraceExpired     OURS           OURS                  OURS                  SOURCE_LOST/D,R       OURS                  OURS                .     .       .          .
+Noticed          SOURCE_LOST/R  SOURCE_LOST/D,R       SOURCE_LOST/D,R       SOURCE_LOST/D,R       .                     DONE/R              .     .       .          .
+Refused          PEER           FAILED/D,R            FAILED/D,R            FAILED/D,R            .                     DONE/R              .     .       .          .
+LandingFailed    OURS           FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CANCEL,D,R     FAILED/CONFIRM,D,R    OURS                .     .       .          .
+CancelRequested  CANCELLED/R    CANCELLED/CANCEL,D,R  CANCELLED/CANCEL,D,R  CANCELLED/CANCEL,D,R  CANCELLED/CANCEL,D,R  DONE/R              .     .       .          .
+Finalised        OURS           OURS                  OURS                  OURS                  CONFIRMING/CONFIRM    OURS                .     .       .          .
+ConfirmDue       OURS           OURS                  OURS                  OURS                  OURS                  CONFIRMING/CONFIRM  .     .       .          .
+ConfirmAcked     PEER           PEER                  PEER                  PEER                  PEER                  DONE/R              .     .       .          .
+ConfirmGivenUp   OURS           OURS                  OURS                  OURS                  OURS                  DONE/R              .     .       .          .
 """
 
 NOTICE_GRID = """

@@ -21,7 +21,7 @@ from streamoff.runtime.resources import LANDING_THREADS
 from streamoff.tensors.sources import StateDictSource
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Capability, OutcomeStatus, Ref, Slot, Verdict
-from streamoff.wire.frames import Chunk, Confirm, Open, Opened, Pull
+from streamoff.wire.frames import Cancel, Chunk, Confirm, Error, ErrorCode, Open, Opened, Pull
 
 from .world import (
     CAPABILITIES,
@@ -29,6 +29,7 @@ from .world import (
     ComputedSource,
     Gate,
     Hooked,
+    Puppet,
     World,
     all_dead,
     assert_pattern,
@@ -72,6 +73,19 @@ async def assert_given_up(
     if job is not None:
         assert await gone(job)
         assert job.ledger.used == 0
+
+
+def opened(site: Puppet, ref: Ref, stream: int, header: bytes) -> Opened:
+    """The answer of a source that is a puppet."""
+    return Opened(
+        **site.route(),
+        stream=stream,
+        size=ref.size,
+        header_bytes=len(header),
+        header_digest=digest(header),
+        nonce=bytes(8),
+        capabilities=CAPABILITIES,
+    )
 
 
 async def gone(job: Job) -> bool:
@@ -318,6 +332,41 @@ async def test_a_cancel_fails_the_slot_on_every_ref():
         assert {end.verdict for end in outcome.slots["site-1"].values()} == {Verdict.FAILED}
 
 
+@pytest.mark.parametrize("code", list(ErrorCode))
+async def test_a_source_that_refuses_a_request_is_told_that_no_other_follows(code):
+    """A slot that was taken and is given up for a refused request is cancelled; a refused slot is left alone."""
+    source = ComputedSource(MIB)
+    header = source.layout.header
+    async with world(sites=0) as w, puppet(w.network) as site:
+        ref = Ref(site.address, "r1", secrets.token_bytes(16), source.layout.size)
+        attempt = Attempt()
+        async with tasks() as group:
+            group.start_soon(attempt.run, partial(w.download, ref))
+            stream = (await site.next(Open)).stream
+            await site.send(opened(site, ref, stream, header))
+            await site.next(Pull)
+            await site.send(Error(**site.route(), of=Pull.type, id=stream, code=code, detail="no"))
+            await attempt.over.wait()
+            await settled_tasks()
+        assert isinstance(attempt.error, StreamoffError)
+        told = [frame.reason for frame in site.frames if isinstance(frame, Cancel)]
+        assert len(told) == (code.value in {"bad_range", "limit", "unknown_stream"})
+        assert all("no" in reason for reason in told)
+
+
+async def test_a_second_pull_of_one_ref_leaves_the_other_refs_alone():
+    """A slot that asks for a finished ref again is refused, and goes on with what it has not got yet."""
+    async with world() as w:
+        sources = [StateDictSource(state_dict(1, seed)) for seed in (1, 2)]
+        tx = w.site.publish(sources, [Slot(secrets.token_bytes(16))])
+        first, second = tx.refs(0)
+        await w.download(first)
+        with pytest.raises(GoneError):
+            await w.download(first)
+        assert_same(await w.download(second), state_dict(1, 2))
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+
+
 async def test_without_the_capability_no_cancel_is_sent():
     """A producer that does not know cancel is not sent one: its budgets end the slot."""
     async with world(capabilities=[Capability.NOTICE]) as w:
@@ -508,17 +557,7 @@ async def test_late_frames_after_a_cancel_are_dropped():
             stream = (await site.next(Open)).stream
             attempt.scope.cancel()
             await attempt.over.wait()
-            await site.send(
-                Opened(
-                    **site.route(),
-                    stream=stream,
-                    size=ref.size,
-                    header_bytes=len(header),
-                    header_digest=digest(header),
-                    nonce=bytes(8),
-                    capabilities=CAPABILITIES,
-                )
-            )
+            await site.send(opened(site, ref, stream, header))
             await site.send(
                 Chunk(
                     **site.route(),

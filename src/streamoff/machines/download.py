@@ -90,7 +90,7 @@ class Download:
         ref: What is pulled.
         budgets: The receiver's side of the budgets.
         mine: What this end can do.
-        theirs: What the source said it can do; empty until it answered.
+        theirs: What the source said it can do; None until it said so.
         state: The row of the table.
         nonce: The producer's name for this life of the slot.
         wanted: Payload ranges to land; only the header until the layout is known.
@@ -110,7 +110,7 @@ class Download:
     ref: Ref
     budgets: Budgets
     mine: frozenset[Capability]
-    theirs: frozenset[Capability] = frozenset()
+    theirs: frozenset[Capability] | None = None
     state: DownloadState = DownloadState.IDLE
     nonce: bytes = b""
     wanted: RangeSet = NO_RANGES
@@ -145,7 +145,7 @@ class Started:
     """Somebody wants the payload; ``theirs`` is what the link already knows of the source."""
 
     now: float
-    theirs: frozenset[Capability] = frozenset()
+    theirs: frozenset[Capability] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +248,14 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The source refuses: gone, unknown, wrong ticket, changed."""
+    """The source refuses: the slot (gone, unknown, wrong ticket, changed), or a request, if ``waits``.
+
+    After a request that it cannot serve the source still waits for the slot.
+    """
 
     now: float
     error: StreamoffError
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,9 +485,7 @@ def _send_again(record: Download, event: LinkRestored) -> Step:  # noqa: ARG001 
     return record, (SendConfirm(ok=True),)
 
 
-def _give_up(
-    record: Download, event: Exhausted | LandingFailed | Noticed | GraceExpired | Refused
-) -> Step:
+def _give_up(record: Download, event: Noticed | GraceExpired) -> Step:
     return replace(record, cause=event.error), (Discard(), Report(event.error))
 
 
@@ -494,6 +496,12 @@ def _abandon(record: Download, event: Exhausted | LandingFailed) -> Step:
         Discard(),
         Report(event.error),
     )
+
+
+def _refused(record: Download, event: Refused) -> Step:
+    record = replace(record, cause=event.error)
+    cancel = _cancel_effects(record, event.error.what) if event.waits else ()
+    return record, (*cancel, Discard(), Report(event.error))
 
 
 def _cancel(record: Download, event: CancelRequested) -> Step:
@@ -544,8 +552,9 @@ def _deliver(
 
 
 def _cancel_effects(record: Download, reason: str) -> tuple[SendCancel, ...]:
-    both = Capability.CANCEL in record.mine and Capability.CANCEL in record.theirs
-    return (SendCancel(reason),) if both else ()
+    """Before its first answer a source behind others has not said what it can do: it is told on the chance."""
+    theirs = record.mine if record.theirs is None else record.theirs
+    return (SendCancel(reason),) if Capability.CANCEL in record.mine & theirs else ()
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -595,7 +604,7 @@ nag = Go(D.CONFIRMING, _confirm_again)
 renag = Go(D.CONFIRMING, _send_again)
 confirm = Go(D.CONFIRMING, _confirm_first)
 deliver = Go(D.DONE, _deliver)
-fail = Go(D.FAILED, _give_up)
+refuse = Go(D.FAILED, _refused)
 drop = Go(D.FAILED, _abandon)
 f_fail = Go(D.FAILED, _fail_final)
 cancel = Go(D.CANCELLED, _cancel)
@@ -615,9 +624,9 @@ peer = Refuse(Blame.PEER)
 TABLE: Final[dict[D, Cells]] = {
     #                    Started Accepted Planned More    All   Hold    Stalled Exhausted Retry  Lost   Restored Grace Noticed  Refused  Landing Cancel    Finalised Due   Acked    GivenUp
     D.IDLE:        Cells(start,  peer,    ours,   ours,   ours, ours,   ours,   ours,     ours,  back,  back,    ours, i_dead,  peer,    ours,   i_cancel, ours,     ours, peer,    ours   ),
-    D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
-    D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold,   stall,  drop,     ours,  lost,  back,    ours, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
-    D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle,   ours,   drop,     again, still, again,   dead, dead,    fail,    drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.OPENING:     Cells(ours,   accept,  plan_o, note_o, land, idle,   stall,  drop,     ours,  lost,  back,    ours, dead,    refuse,  drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.STREAMING:   Cells(ours,   dup,     plan,   more,   land, hold,   stall,  drop,     ours,  lost,  back,    ours, dead,    refuse,  drop,   cancel,   ours,     ours, peer,    ours   ),
+    D.BACKOFF:     Cells(ours,   dup,     plan_b, note_b, land, idle,   ours,   drop,     again, still, again,   dead, dead,    refuse,  drop,   cancel,   ours,     ours, peer,    ours   ),
     D.FINALISING:  Cells(ours,   dup,     ours,   moot,   moot, hold_f, ours,   drop,     ours,  moot,  moot,    ours, moot,    moot,    f_fail, cancel,   confirm,  ours, peer,    ours   ),
     D.CONFIRMING:  Cells(ours,   dup,     ours,   moot,   moot, idle,   ours,   ours,     ours,  moot,  renag,   ours, deliver, deliver, ours,   deliver,  ours,     nag,  deliver, deliver),
     D.DONE:        Cells(ours,   late,    late,   late,   late, late,   late,   late,     late,  late,  late,    late, late,    late,    late,   late,     late,     late, late,    late   ),

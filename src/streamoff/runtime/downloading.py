@@ -132,7 +132,7 @@ class Transfer:
         ref: What is pulled.
         terms: What is wanted.
         mine: What this end can do.
-        theirs: What the link already knows of the source.
+        theirs: What the link already knows of the source; None if it is behind others.
         resources: Of this event loop.
         timers: The endpoint's clock.
         wire: The endpoint's half: queues frames and knows stream ids.
@@ -145,7 +145,7 @@ class Transfer:
         terms: Terms,
         *,
         mine: frozenset[Capability],
-        theirs: frozenset[Capability],
+        theirs: frozenset[Capability] | None,
         resources: Resources,
         timers: Timers,
         wire: Wire,
@@ -311,8 +311,8 @@ class Transfer:
 
     def on_error(self, frame: Error) -> None:
         """The source refuses."""
-        error = _refusal(frame.code, frame.detail)
-        self._step(m.Refused(self._now(), self._located(error)))
+        error = self._located(_refusal(frame.code, frame.detail))
+        self._step(m.Refused(self._now(), error, waits=frame.code in _STILL_WAITS))
 
     def on_acked(self) -> None:
         """The source knows that we have it."""
@@ -669,6 +669,10 @@ _REFUSALS: Final[dict[ErrorCode, type[StreamoffError]]] = {
     ErrorCode.SOURCE_CHANGED: SourceChangedError,
     ErrorCode.SOURCE_FAILED: SourceFailedError,
 }
+
+
+_STILL_WAITS: Final = frozenset({ErrorCode.BAD_RANGE, ErrorCode.LIMIT, ErrorCode.UNKNOWN_STREAM})
+"""Refusals of a request of a slot that was taken: the source waits for the next one."""
 
 
 def _refusal(code: ErrorCode, detail: str) -> StreamoffError:
