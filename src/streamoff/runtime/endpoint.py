@@ -172,8 +172,9 @@ class BaseEndpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        with anyio.CancelScope(shield=True):
-            await self._close()
+        # in a task of its own: what strikes the leaving one, an interrupt or asyncio's own cancellation, ends
+        # neither the way out nor the waiting for it
+        self._tasks.start_soon(self._close)
         try:
             return await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
@@ -185,24 +186,27 @@ class BaseEndpoint:
         """End everything, jobs within their windows, then let the last frames out and close the links."""
         why = "the endpoint is closing"
         self._closing = True
-        self.links.stop()
-        self.downloads.cancel(why)
-        jobs = tuple(self.jobs)
-        for job in jobs:
-            job.close()
-        for tx in self.publisher.open:
-            if not any(job.serves(tx) for job in jobs):
-                tx.cancel(why)
-        self.mailbox.close()
-        for job in jobs:
-            await job.closed.wait()
-        self.publisher.close(why)
-        with anyio.move_on_after(self.close_timeout):
-            await self.downloads.ended()
-            await self.links.flush()
-        self.links.close()
-        self.notifier.close()
-        self._own.cancel()
+        try:
+            self.links.stop()
+            self.downloads.cancel(why)
+            jobs = tuple(self.jobs)
+            for job in jobs:
+                job.close()
+            for tx in self.publisher.open:
+                if not any(job.serves(tx) for job in jobs):
+                    tx.cancel(why)
+            self.mailbox.close()
+            with anyio.CancelScope(shield=True):
+                for job in jobs:
+                    await job.closed.wait()
+                self.publisher.close(why)
+                with anyio.move_on_after(self.close_timeout):
+                    await self.downloads.ended()
+                    await self.links.flush()
+        finally:
+            self.links.close()
+            self.notifier.close()
+            self._own.cancel()
 
     async def _keep_time(self) -> None:
         with self._own:
