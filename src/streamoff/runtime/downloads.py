@@ -74,7 +74,7 @@ class Downloads:
             ref,
             terms,
             mine=self._capabilities,
-            theirs=way.accepted.capabilities if direct else frozenset(),
+            theirs=way.accepted.capabilities if direct else None,
             resources=self._resources,
             timers=self._timers,
             wire=self.wire,
