@@ -12,6 +12,8 @@ SUITES: Final = {
     "transfer": "a model of 292 tensors between two processes, against a raw copy",
     "giant": "the same bytes as one tensor",
     "tls": "the same model over TLS 1.3, against a blocking TLS copy",
+    "relay": "through one relay, beside a slow stream, against a direct link",
+    "fanout": "one source to eight receivers at once, against raw copies",
     "control": "what a transfer costs besides its bytes: 10,000 refs of 4 KiB",
     "sites": "1,000 sites of 1 MiB in one event loop",
 }

@@ -17,7 +17,7 @@ class Spent:
     Args:
         seconds: By the clock.
         cpu: CPU seconds of the process, all threads.
-        growth: Anonymous resident bytes above the start, at most.
+        growth: Anonymous resident bytes above the meter's floor, at most.
         faults: Page faults without input or output: fresh pages.
     """
 
@@ -32,11 +32,17 @@ class Spent:
 
 
 class Meter:
-    """Measures the process from ``with`` to the end of its block; ``spent`` is there afterwards."""
+    """Measures the process from ``with`` to the end of its block; ``spent`` is there afterwards.
+
+    Args:
+        floor: Resident bytes that growth is counted from: what the process had before its first transfer,
+            so that buffers it keeps for the next one count as well.
+    """
 
     spent: Spent
 
-    def __init__(self) -> None:
+    def __init__(self, floor: int) -> None:
+        self._floor = floor
         self._memory = MemorySampler()
 
     def __enter__(self) -> Self:
@@ -54,6 +60,6 @@ class Meter:
         self.spent = Spent(
             seconds=seconds,
             cpu=cpu,
-            growth=self._memory.statistics().peak_delta_bytes,
+            growth=self._memory.statistics().peak_bytes - self._floor,
             faults=faults,
         )

@@ -28,7 +28,7 @@ from streamoff import DecodeContext, Endpoint, Job, open_job
 from streamoff.payload.endpoint import Message, Messages
 from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.janitor import JANITOR
-from streamoff.sim.memory import keep_large_blocks_mapped, warm_torch
+from streamoff.sim.memory import keep_large_blocks_mapped, resident_bytes, warm_torch
 from streamoff.transports.sockets import HostPort, TcpTransport
 from streamoff.transports.tls import Identity
 from streamoff.types import OutcomeStatus
@@ -63,6 +63,7 @@ class Peer:
         self._boxes: dict[str, Messages] = {}
         self._listener = socket.create_server((LOOPBACK, 0))
         self._rest = anyio.Event()
+        self._floor = 0
 
     async def open(self, stack: AsyncExitStack, settings: Mapping[str, Any]) -> int | None:
         """Open an endpoint; return the port that it listens on, if it does."""
@@ -83,7 +84,11 @@ class Peer:
         return None if transport.place is None else transport.place.port
 
     def ready(self, ports: Mapping[str, int | None]) -> Answer:
-        """What a conductor must know: where endpoints listen and raw copies are taken, sizes of models."""
+        """What a conductor must know: where endpoints listen and raw copies are taken, sizes of models.
+
+        From here on memory is counted.
+        """
+        _, self._floor = resident_bytes()
         return {
             "ports": ports,
             "raw_port": self._listener.getsockname()[1],
@@ -95,7 +100,7 @@ class Peer:
     async def serve(self, *, at: str, to: list[str], model: str = "payload") -> Answer:
         """Send a model and wait until everybody has it."""
         tensors = self._models[model].tensors
-        with Meter() as meter:
+        with Meter(self._floor) as meter:
             delivery = await self._endpoints[at].send(to, TOPIC, {"params": tensors})
             outcome = await delivery.wait()
         assert outcome.status is OutcomeStatus.COMPLETED, outcome
@@ -109,7 +114,7 @@ class Peer:
         messages = [(await anext(self._boxes[address]), address) for address in at]
         landed: list[object] = []
         progress = (lambda *_: time.sleep(pause)) if pause else None
-        with Meter() as meter:
+        with Meter(self._floor) as meter:
             async with anyio.create_task_group() as tasks:
                 for message, address in messages:
                     context = DecodeContext(
@@ -127,7 +132,7 @@ class Peer:
     async def watch(self) -> Answer:
         """Measure this process until it is told to rest."""
         self._rest = anyio.Event()
-        with Meter() as meter:
+        with Meter(self._floor) as meter:
             await self._rest.wait()
         return meter.spent.to_json()
 
@@ -153,7 +158,7 @@ class Peer:
         context = None if self._identity is None else self._identity.context(server=False)
         dial = partial(rawcopy.dial, LOOPBACK, port, context)
         socks = [await run_in_thread(dial) for _ in range(streams)]
-        with Meter() as meter:
+        with Meter(self._floor) as meter:
             await _threads([partial(rawcopy.send, s, views, piece) for s in socks], at_once=at_once)
         for sock in socks:
             sock.close()
@@ -172,7 +177,7 @@ class Peer:
             else rawcopy.ToMemory(sock, size)
             for number, sock in enumerate(socks)
         ]
-        with Meter() as meter:
+        with Meter(self._floor) as meter:
             await _threads([copy.run for copy in copies], at_once=at_once)
         for copy, sock in zip(copies, socks, strict=True):
             with closing(sock):
