@@ -18,6 +18,8 @@ SUITES: Final = {
     "sites": "1,000 sites of 1 MiB in one event loop",
 }
 """Name of a module of this package, with a function ``measure``, to what it measures."""
+PEERED: Final = ("transfer", "giant")
+"""Suites that can compare with another program, too."""
 
 
 class Report(Protocol):
@@ -40,8 +42,8 @@ class Report(Protocol):
 class Suite(Protocol):
     """A module of this package."""
 
-    def measure(self, *, quick: bool) -> Report:
-        """Run the suite; ``quick`` makes everything smaller and proves less."""
+    def measure(self, *, quick: bool, **more: str | None) -> Report:
+        """Run the suite; ``quick`` makes everything smaller and proves less, ``more`` is of some suites."""
         ...
 
 
@@ -60,12 +62,20 @@ def main() -> int:
     )
     parser.add_argument("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--quick", action="store_true", help="small sizes: minutes become seconds")
+    parser.add_argument(
+        "--peer-python",
+        metavar="PATH",
+        help=f"with {' and '.join(PEERED)}: an interpreter with NVFlare to compare with",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
     args = parser.parse_args()
     if args.json is not None and not args.json.absolute().parent.is_dir():
         parser.error(f"no such directory: {args.json.absolute().parent}")
+    if args.peer_python is not None and args.suite not in PEERED:
+        parser.error(f"--peer-python goes with {' and '.join(PEERED)}")
+    more = {"peer_python": args.peer_python} if args.suite in PEERED else {}
     suite: Suite = import_module(f"benchmarks.{args.suite}")
-    report = suite.measure(quick=args.quick)
+    report = suite.measure(quick=args.quick, **more)
     print(report.to_text())
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")

@@ -14,8 +14,8 @@ from benchmarks.children import Child
 from benchmarks.machine import Machine
 from benchmarks.pairs import PAIRS, QUICK_PAIRS, Sample, in_turns, ratios, spread
 from benchmarks.peers import LOOPBACK
-from benchmarks.report import Report
-from benchmarks.transfer import TMPFS, samples_of, scratch
+from benchmarks.report import Report, samples_of
+from benchmarks.transfer import TMPFS, scratch
 from streamoff.sim.sizes import format_size
 from streamoff.types import MIB
 
@@ -96,7 +96,7 @@ def measure(*, quick: bool) -> Report:
         found = in_turns(pairs, both.size * RECEIVERS, ways)
         machine, size = Machine.here(directory), both.size
     ours = found["ours"]
-    best = min(found["at once"], found["in a row"], key=lambda raw: statistics.median(raw.seconds))
+    best = min(("at once", "in a row"), key=lambda way: statistics.median(found[way].seconds))
     labels = {
         "ours": "ours",
         "at once": f"raw, {RECEIVERS} at once",
@@ -106,8 +106,8 @@ def measure(*, quick: bool) -> Report:
         title=f"fanout: {format_size(size)} to {RECEIVERS} receivers on tmpfs, medians of {pairs} turns (lowest-highest)",
         machine=machine,
         figures={
-            "fanout_vs_raw": statistics.median(ratios(ours, best)),
-            "fanout_cpu_vs_raw": ours.cpu / best.cpu,
+            "fanout_vs_raw": statistics.median(ratios(found, "ours", best)),
+            "fanout_cpu_vs_raw": ours.cpu / found[best].cpu,
             "receiver_growth_mib": ours.receiver_growth_mib,
             "source_growth_mib": ours.source_growth_mib,
         },
@@ -117,7 +117,7 @@ def measure(*, quick: bool) -> Report:
                 (
                     labels[name],
                     spread(series.throughput, 0),
-                    spread(ratios(ours, series), 2),
+                    spread(ratios(found, "ours", name), 2),
                     f"{series.cpu:.2f}",
                 )
                 for name, series in found.items()

@@ -6,6 +6,6 @@ from benchmarks.transfer import measure_shapes
 __all__ = ["measure"]
 
 
-def measure(*, quick: bool) -> Report:
+def measure(*, quick: bool, peer_python: str | None = None) -> Report:
     """Transfer one giant tensor."""
-    return measure_shapes("giant, one tensor", "1", quick=quick)
+    return measure_shapes("giant, one tensor", "1", quick, peer_python)

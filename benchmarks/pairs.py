@@ -94,9 +94,9 @@ def in_turns(
     return {name: Series(nbytes, samples) for name, samples in found.items()}
 
 
-def ratios(ours: Series, theirs: Series) -> list[float]:
-    """Our throughput to theirs, turn by turn."""
-    return [b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
+def ratios(found: Mapping[str, Series], ours: str = "ours", theirs: str = "theirs") -> list[float]:
+    """The throughput of one way to that of another, turn by turn."""
+    return [b / a for a, b in zip(found[ours].seconds, found[theirs].seconds, strict=True)]
 
 
 def spread(values: Iterable[float], digits: int) -> str:

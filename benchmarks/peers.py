@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import rawcopy
 from benchmarks.meter import Meter
-from benchmarks.models import Model
+from benchmarks.models import tensors_of
 from benchmarks.orders import read_order, say
 from streamoff import DecodeContext, Endpoint, Job, open_job
 from streamoff.payload.endpoint import Message, Messages
@@ -53,9 +53,13 @@ class Peer:
     """
 
     def __init__(
-        self, models: Mapping[str, Model], scratch: Path | None, identity: Identity | None
+        self,
+        models: Mapping[str, dict[str, torch.Tensor]],
+        scratch: Path | None,
+        identity: Identity | None,
     ) -> None:
         self._models = models
+        self._views = {name: rawcopy.views_of(model) for name, model in models.items()}
         self._scratch = scratch
         self._identity = identity
         self._endpoints: dict[str, Endpoint] = {}
@@ -92,14 +96,14 @@ class Peer:
         return {
             "ports": ports,
             "raw_port": self._listener.getsockname()[1],
-            "sizes": {name: model.size for name, model in self._models.items()},
+            "sizes": {name: sum(map(len, views)) for name, views in self._views.items()},
         }
 
     # --- ours -------------------------------------------------------------------------------------
 
     async def serve(self, *, at: str, to: list[str], model: str = "payload") -> Answer:
         """Send a model and wait until everybody has it."""
-        tensors = self._models[model].tensors
+        tensors = self._models[model]
         with Meter(self._floor) as meter:
             delivery = await self._endpoints[at].send(to, TOPIC, {"params": tensors})
             outcome = await delivery.wait()
@@ -154,7 +158,7 @@ class Peer:
         model: str = "payload",
     ) -> Answer:
         """Send a model over raw sockets."""
-        views = self._models[model].views
+        views = self._views[model]
         context = None if self._identity is None else self._identity.context(server=False)
         dial = partial(rawcopy.dial, LOOPBACK, port, context)
         socks = [await run_in_thread(dial) for _ in range(streams)]
@@ -206,8 +210,7 @@ async def play(settings: Mapping[str, Any]) -> None:
     """Be what the settings say until the input ends."""
     keep_large_blocks_mapped()  # what is received into is fresh memory every time, as a raw copy's is
     warm_torch()
-    torch.manual_seed(1)
-    models = {name: Model(*shape) for name, shape in settings.get("models", {}).items()}
+    models = {name: tensors_of(*shape) for name, shape in settings.get("models", {}).items()}
     scratch, identity = settings.get("scratch"), settings.get("identity")
     peer = Peer(
         models,

@@ -10,20 +10,35 @@ import mmap
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from streamoff.tensors.files import allocate
+from streamoff.tensors.sources import StateDictSource
 from streamoff.types import MIB
 
-__all__ = ["BUFFER_BYTES", "WHOLE", "ToFile", "ToMemory", "accept", "dial", "send"]
+__all__ = ["BUFFER_BYTES", "WHOLE", "ToFile", "ToMemory", "accept", "dial", "send", "views_of"]
 
 BUFFER_BYTES: Final = 4 * MIB
 """What the receiver writes at a time; the same as a chunk."""
 WHOLE: Final = 0
 """Hand each tensor to the socket as one piece."""
 _TOKEN: Final = b"!"
+
+
+def views_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
+    """A payload's header and the very memory of its tensors, in the payload's order."""
+    source = StateDictSource(tensors)
+    layout = source.layout
+    views = [memoryview(layout.header)]
+    for spec in layout.specs:
+        found = source.views(layout.data_start + spec.start, layout.data_start + spec.stop)
+        assert found is not None  # contiguous, on the CPU
+        views += found
+    return views
 
 
 def dial(host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:

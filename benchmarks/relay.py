@@ -15,7 +15,7 @@ from benchmarks.machine import Machine
 from benchmarks.meter import Spent
 from benchmarks.pairs import PAIRS, QUICK_PAIRS, Sample, in_turns, ratios, spread
 from benchmarks.peers import LOOPBACK
-from benchmarks.report import Report
+from benchmarks.report import Report, samples_of
 from benchmarks.transfer import GPT2_MEDIUM_BYTES, QUICK_BYTES, TMPFS, scratch
 from streamoff.sim.sizes import format_size
 from streamoff.types import MIB
@@ -121,7 +121,6 @@ def measure(*, quick: bool) -> Report:
             way()
         found = in_turns(pairs, hosts.size, ways)
         machine, size, relayed = Machine.here(directory), hosts.size, tuple(hosts.relayed)
-    direct = found["direct"]
     labels = {
         "direct": "direct",
         "relay": "through a relay",
@@ -131,8 +130,8 @@ def measure(*, quick: bool) -> Report:
         title=f"relay: {format_size(size)} to tmpfs, medians of {pairs} turns (lowest-highest)",
         machine=machine,
         figures={
-            "relay_vs_direct": statistics.median(ratios(found["relay"], direct)),
-            "beside_slow_vs_direct": statistics.median(ratios(found["beside slow"], direct)),
+            "relay_vs_direct": statistics.median(ratios(found, "relay", "direct")),
+            "beside_slow_vs_direct": statistics.median(ratios(found, "beside slow", "direct")),
             "relay_growth_mib": max(one.growth for one in relayed) / MIB,
             "relay_cpu_seconds_per_gib": statistics.median(one.cpu for one in relayed)
             / (size / 2**30),
@@ -143,7 +142,7 @@ def measure(*, quick: bool) -> Report:
                 (
                     labels[name],
                     spread(series.throughput, 0),
-                    spread(ratios(series, direct), 2),
+                    spread(ratios(found, name, "direct"), 2),
                     f"{series.cpu:.2f}",
                 )
                 for name, series in found.items()
@@ -153,7 +152,7 @@ def measure(*, quick: bool) -> Report:
             f"slow: {format_size(slow)} with {PAUSE_SECONDS:g} s of rest after each chunk, in a process of its own"
         ],
         samples={
-            **{name: series.to_json() for name, series in found.items()},
+            **samples_of({"disk": found}),
             "relay process": [one.to_json() for one in relayed],
         },
         quick=quick,

@@ -2,13 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.gates import Check, checks
 from benchmarks.machine import Machine
+from benchmarks.pairs import Series, ratios, spread
 from streamoff.sim.tables import aligned
 
-__all__ = ["Report"]
+__all__ = ["HEAD", "Report", "row", "samples_of"]
+
+HEAD: Final = (
+    "",
+    "ours MiB/s",
+    "theirs",
+    "ratio",
+    "CPU s/GiB ours",
+    "theirs",
+    "receiver +MiB ours",
+    "theirs",
+    "faults/MiB ours",
+    "theirs",
+)
+"""Of a table of :func:`row`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +84,32 @@ class Report:
             "machine": self.machine.to_json(),
             "samples": dict(self.samples),
         }
+
+
+def row(label: str, found: Mapping[str, Series], *, apart: bool = False) -> list[str]:
+    """A line about two ways to do the same, ``ours`` and ``theirs``.
+
+    Args:
+        label: The first cell.
+        found: Both.
+        apart: Whether they were done in different processes: only then is memory told apart.
+    """
+    ours, theirs = found["ours"], found["theirs"]
+    return [
+        label,
+        spread(ours.throughput, 0),
+        spread(theirs.throughput, 0),
+        spread(ratios(found), 2),
+        *(f"{side.cpu:.2f}" for side in (ours, theirs)),
+        f"{ours.receiver_growth_mib:.0f}",
+        f"{theirs.receiver_growth_mib:.0f}" if apart else "-",
+        *(f"{side.faults:.0f}" for side in (ours, theirs)),
+    ]
+
+
+def samples_of(found: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
+    """Everything that was measured, as plain JSON values."""
+    return {
+        name: {way: series.to_json() for way, series in ways.items()}
+        for name, ways in found.items()
+    }

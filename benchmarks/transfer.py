@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.against import Peer, peer
 from benchmarks.children import Child
 from benchmarks.machine import Machine, Room
-from benchmarks.pairs import PAIRS, QUICK_PAIRS, Sample, Series, in_turns, ratios, spread
+from benchmarks.pairs import PAIRS, QUICK_PAIRS, Sample, Series, in_turns, ratios
 from benchmarks.peers import LOOPBACK, MODES
 from benchmarks.rawcopy import WHOLE
-from benchmarks.report import Report
+from benchmarks.report import HEAD, Report, row, samples_of
 from streamoff.scratch.space import filesystem
 from streamoff.sim.sizes import format_size
 from streamoff.types import MIB
@@ -27,7 +28,12 @@ __all__ = ["GPT2_MEDIUM_BYTES", "QUICK_BYTES", "TMPFS", "Pair", "measure", "meas
 GPT2_MEDIUM_BYTES: Final = 1354 * MIB
 QUICK_BYTES: Final = 64 * MIB
 DISK_PAIRS: Final = 2
+PEER_PAIRS: Final = 5
 TMPFS: Final = Path("/dev/shm")  # noqa: S108 - tmpfs is the point
+LABELS: Final = {"disk": "to tmpfs", "memory": "to memory"}
+NO_PEER: Final = (
+    "no other program was compared with: --peer-python names an interpreter with NVFlare"
+)
 PIECES: Final = (MIB // 4, MIB, WHOLE)
 """What a raw copy may hand to its socket at a time; the fastest is the yardstick."""
 
@@ -76,7 +82,7 @@ class Pair:
     def compare(self, mode: str, pairs: int) -> dict[str, Series]:
         """Warm up and take pairs."""
         self.warm_up(mode)
-        ways = {"ours": partial(self.ours, mode), "raw": partial(self.raw, mode)}
+        ways = {"ours": partial(self.ours, mode), "theirs": partial(self.raw, mode)}
         return in_turns(pairs, self.size, ways)
 
 
@@ -104,52 +110,72 @@ def pair(
             yield Pair(serving, taking, size, ready["raw_port"])
 
 
-def measure(*, quick: bool) -> Report:
+def measure(*, quick: bool, peer_python: str | None = None) -> Report:
     """Transfer GPT-2 medium's tensors."""
-    return measure_shapes("transfer, 292 tensors", "gpt2-medium", quick=quick)
+    return measure_shapes("transfer, 292 tensors", "gpt2-medium", quick, peer_python)
 
 
-def measure_shapes(title: str, shapes: str, *, quick: bool) -> Report:
-    """Transfer tensors of some shapes to tmpfs, to memory and to the machine's disk."""
+def measure_shapes(title: str, shapes: str, quick: bool, peer_python: str | None) -> Report:
+    """Transfer tensors of some shapes to tmpfs, to memory and to the machine's disk.
+
+    Args:
+        title: Of the report.
+        shapes: As :func:`~streamoff.sim.shapes.shapes_of`.
+        quick: Whether to be quick.
+        peer_python: An interpreter with NVFlare, to be compared with as well.
+    """
     nbytes = QUICK_BYTES if quick else GPT2_MEDIUM_BYTES
     pairs = QUICK_PAIRS if quick else PAIRS
     with scratch(TMPFS) as directory, pair(directory, shapes, nbytes) as both:
         found = {mode: both.compare(mode, pairs) for mode in MODES}
         machine, size = Machine.here(directory), both.size
+        figures = _figures(found)
+        labels = {mode: f"{LABELS[mode]}, raw copy" for mode in MODES}
+        if peer_python is not None:
+            with peer(peer_python, directory, shapes, nbytes) as theirs:
+                for mode in MODES:
+                    key = f"{mode}, peer"
+                    found[key] = _against(both, theirs, mode, 1 if quick else PEER_PAIRS)
+                    labels[key] = f"{LABELS[mode]}, {theirs.name}"
+                    figures[f"{mode}_vs_peer"] = statistics.median(ratios(found[key]))
+    notes = [] if peer_python is not None else [NO_PEER]
     base = Path(tempfile.gettempdir())
     kind, lack = filesystem(base).kind, _lack(base, nbytes)
-    notes = []
     if lack is None:
         with scratch(base) as directory, pair(directory, shapes, nbytes) as both:
-            found[kind] = both.compare("disk", QUICK_PAIRS if quick else DISK_PAIRS)
+            found[kind] = both.compare("disk", 1 if quick else DISK_PAIRS)
+            labels[kind] = f"to {kind}, raw copy, never gated"
     else:
         notes.append(f"not measured on {kind}: {lack}")
-    disk, memory = found["disk"], found["memory"]
-    figures = {
-        "disk_vs_raw": statistics.median(ratios(disk["ours"], disk["raw"])),
-        "memory_vs_raw": statistics.median(ratios(memory["ours"], memory["raw"])),
-        "cpu_vs_raw": disk["ours"].cpu / disk["raw"].cpu,
-        "receiver_growth_mib": disk["ours"].receiver_growth_mib,
-        "source_growth_mib": disk["ours"].source_growth_mib,
-    }
-    labels = {"disk": "to tmpfs", "memory": "to memory", kind: f"to {kind}, never gated"}
     return Report(
         title=f"{title}: {format_size(size)}, medians of {pairs} interleaved pairs (lowest-highest)",
         machine=machine,
         figures=figures,
-        rows=[HEAD, *(row(labels[name], both) for name, both in found.items())],
+        rows=[
+            HEAD,
+            *(row(labels[name], both, apart="peer" in name) for name, both in found.items()),
+        ],
         notes=notes,
         samples=samples_of(found),
         quick=quick,
     )
 
 
-def samples_of(found: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
-    """Everything that was measured, as plain JSON values."""
+def _figures(found: Mapping[str, Mapping[str, Series]]) -> dict[str, float]:
+    disk = found["disk"]
     return {
-        name: {way: series.to_json() for way, series in ways.items()}
-        for name, ways in found.items()
+        **{f"{mode}_vs_raw": statistics.median(ratios(found[mode])) for mode in MODES},
+        "cpu_vs_raw": disk["ours"].cpu / disk["theirs"].cpu,
+        "receiver_growth_mib": disk["ours"].receiver_growth_mib,
+        "source_growth_mib": disk["ours"].source_growth_mib,
     }
+
+
+def _against(ours: Pair, theirs: Peer, mode: str, pairs: int) -> dict[str, Series]:
+    ways = {"ours": partial(ours.ours, mode), "theirs": partial(theirs.transfer, mode)}
+    for way in ways.values():  # warms up
+        way()
+    return in_turns(pairs, ours.size, ways)
 
 
 def _lack(base: Path, nbytes: int) -> str | None:
@@ -157,33 +183,6 @@ def _lack(base: Path, nbytes: int) -> str | None:
     if filesystem(base).ram_backed:
         return "temporary files are in memory; TMPDIR says where they go"
     return Room.at(base).lacks(ram=2 * nbytes, disk=2 * nbytes)
-
-
-HEAD: Final = (
-    "",
-    "ours MiB/s",
-    "raw MiB/s",
-    "ratio",
-    "CPU s/GiB ours",
-    "raw",
-    "faults/MiB ours",
-    "raw",
-)
-
-
-def row(label: str, found: dict[str, Series]) -> list[str]:
-    """One line of the table."""
-    ours, raw = found["ours"], found["raw"]
-    return [
-        label,
-        spread(ours.throughput, 0),
-        spread(raw.throughput, 0),
-        spread(ratios(ours, raw), 2),
-        f"{ours.cpu:.2f}",
-        f"{raw.cpu:.2f}",
-        f"{ours.faults:.0f}",
-        f"{raw.faults:.0f}",
-    ]
 
 
 @contextmanager
