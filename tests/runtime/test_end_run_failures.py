@@ -122,6 +122,39 @@ async def test_whatever_a_consumer_raises_the_job_ends_in_order(tmp_path, kind):
         assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["on the loop", "in a thread"])
+async def test_an_interrupt_that_strikes_a_download_goes_on_from_the_job(tmp_path, kind, where):
+    """Struck inside a download, a job ends in order and raises the interrupt once; the source is told at once."""
+    async with world(network=MemoryNetwork(bandwidth=8 * MIB)) as w:
+        tx, ref = w.offer(ComputedSource(20 * MIB))
+
+        def strike(*_: int) -> None:
+            raise kind("struck here")
+
+        async def body() -> None:
+            async with open_job("job", w.server, scratch=tmp_path) as job:
+                jobs.append(job)
+                if where == "on the loop":
+                    terms = disk(job, progress=strike)
+                else:
+                    terms = Terms(landing=lambda layout: Hooked(job.landing(layout), write=strike))
+                job.start(job.download, ref, terms, name="struck")
+                job.start(anyio.sleep, 2, name="other")
+                await anyio.sleep_forever()
+
+        jobs: list[Job] = []
+        error = await raised_by(body)
+        assert (type(error), str(error)) == (kind, "struck here")
+        assert anyio.current_time() == 2
+        outcome = await tx.wait()
+        assert outcome.status is OutcomeStatus.FAILED
+        assert outcome.settled_at < 1
+        assert jobs[0].report.ends == {ConsumerEnd.FINISHED: 1, ConsumerEnd.FAILED: 2}
+        assert files(tmp_path) == []
+        w.assert_idle()
+
+
 async def test_an_interrupted_body_keeps_its_interrupt(tmp_path):
     """An interrupt of the body is raised together with what consumers failed of, never instead of it."""
     async with world() as w:

@@ -32,9 +32,13 @@ def say(what):
 async def consumer(job):
     while job.state is JobRootState.OPEN:
         await anyio.sleep(0.001)
-    say("draining")
-    await anyio.sleep(seconds)
-    say("finished")
+    try:
+        say("draining")
+        await anyio.sleep(seconds)
+        say("finished")
+    except KeyboardInterrupt:  # trio raises it wherever the main thread is
+        say("finished")
+        raise
 
 async def body(job):
     (job.path / "landed").write_bytes(bytes(100_000))

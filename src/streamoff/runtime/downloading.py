@@ -177,7 +177,7 @@ class Transfer:
         self._landing: Landing | None = None
         self._landing_now: ByteRange | None = None
         self._state: State | None = None
-        self.defect: Exception | None = None
+        self.defect: BaseException | None = None
 
     # --- for the owner ----------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Transfer:
 
         Raises:
             StreamoffError: The first real cause, with the story of the transfer.
-            Exception: A defect of ours.
+            BaseException: A defect of ours, or an interrupt that struck it.
         """
         if self.defect is not None:
             raise self.defect
@@ -219,24 +219,34 @@ class Transfer:
         """Drive the transfer to its end; ends by events only, never by cancellation.
 
         The machine's budgets bound it; a blocking disk call is waited for. A defect ends this transfer and
-        nothing else: :meth:`result` raises it.
+        nothing else: :meth:`result` raises it. So does an interrupt, which trio raises wherever the main
+        thread is, and it goes on from here as well.
         """
         self._resources.active += 1
         try:
             with anyio.CancelScope(shield=True):
                 try:
                     await self._to_the_end()
-                except Exception as error:
+                except BaseException as error:
+                    self._struck(error)
+                    if not isinstance(error, Exception):
+                        raise
                     logger.exception("a defect ends %s from %s", self.ref.id, self.ref.source)
-                    self.defect = error
-                self._wire.forget(self)
-                await self._clean_up()
+                finally:
+                    self._wire.forget(self)
+                    await self._clean_up()
         finally:
             self._resources.active -= 1
             self._timer.cancel()
             self._probe.cancel()
             self._log()
             self.closed.set()
+
+    def _struck(self, error: BaseException) -> None:
+        """Tell the source that nobody will come, and keep what is to be raised."""
+        if not isinstance(error, anyio.get_cancelled_exc_class()):
+            self.defect = error
+        self.cancel(f"{type(error).__name__} at the receiver")
 
     async def _to_the_end(self) -> None:
         self.begin()

@@ -382,6 +382,8 @@ class Job:
     ) -> None:
         try:
             await run(transfer)
+        except BaseException as error:  # noqa: BLE001 - an interrupt; it is raised where the body is
+            self._fail(_beside(anyio.get_cancelled_exc_class(), error))
         finally:
             self._note_download(transfer, self._downloads.pop(transfer))
             self._changed.notify()
@@ -424,15 +426,20 @@ class Job:
             consumer.end = self._cut_or_cancelled()
             return
         consumer.end = ConsumerEnd.FAILED
-        self.failures.append(failure)
-        self.body.cancel()
+        self._fail(failure)
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """Let the body end, and raise this there, once."""
+        if failure is not None and not any(failure is one for one in self.failures):
+            self.failures.append(failure)
+            self.body.cancel()
 
     def _cut_or_cancelled(self) -> ConsumerEnd:
         return ConsumerEnd.CUT if self.record.cut else ConsumerEnd.CANCELLED
 
     def _note_download(self, transfer: Transfer, started: float) -> None:
-        error = transfer.record.cause or transfer.defect
-        cancelled = transfer.record.state is DownloadState.CANCELLED
+        error = transfer.defect or transfer.record.cause
+        cancelled = transfer.defect is None and transfer.record.state is DownloadState.CANCELLED
         end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
         self.bytes_landed += 0 if error is not None else transfer.record.landed.nbytes
         self._note(_name(transfer), ConsumerEnd.FINISHED if error is None else end, started, error)
@@ -502,7 +509,18 @@ class Job:
                     nursery.cancel_scope.cancel()  # nothing is left but the housekeeping
         finally:
             self.endpoint.jobs.discard(self)
+            self._abandon()
             self._end()
+
+    def _abandon(self) -> None:
+        """After a defect, or while its loop is torn down: no task is left, so let go of the root without a wait."""
+        if self._freed_at is not None or self.guard.reads:
+            return
+        self.guard.close()
+        try:
+            JANITOR.reclaim(self._root.bury())
+        except OSError as error:
+            logger.warning("job %s: %s", self.name, error)
 
     def _end(self) -> None:
         """The name is free and whoever waits for the end goes on; what is stuck may still be there."""
