@@ -13,6 +13,7 @@ from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import ConsumerEnd, Job, open_job
 from streamoff.runtime.threads import run_in_thread
+from streamoff.scratch.janitor import JANITOR
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, OutcomeStatus, Slot
 
@@ -237,3 +238,27 @@ async def a_job(w: World, scratch: object) -> object:
         finally:
             tx.cancel()
     return OutcomeStatus.COMPLETED
+
+
+def test_a_loop_that_is_torn_down_leaves_no_root(tmp_path):
+    """When asyncio.run ends with a job open in some task, everything is cancelled at once, and the root goes."""
+
+    async def controller(opened: asyncio.Event) -> None:
+        async with (
+            BaseEndpoint("server") as server,
+            open_job("job", server, scratch=tmp_path) as job,
+        ):
+            (job.path / "landed").write_bytes(b"something")
+            job.start(anyio.sleep_forever)
+            opened.set()
+            await anyio.sleep_forever()
+
+    async def main() -> asyncio.Task[None]:
+        opened = asyncio.Event()
+        task = asyncio.create_task(controller(opened))
+        await opened.wait()
+        return task
+
+    assert asyncio.run(main()).cancelled()
+    assert JANITOR.idle(30)
+    assert list(tmp_path.iterdir()) == []
