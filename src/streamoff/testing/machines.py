@@ -15,17 +15,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from streamoff.errors import (
     GoneError,
     InvariantError,
     NoSpaceError,
+    PeerRefusedError,
     SourceFailedError,
     StreamoffError,
 )
 from streamoff.machines import download as d, serving as s, transaction as t
 from streamoff.machines.download import Download
+from streamoff.machines.records import replace
 from streamoff.testing.lossy import CALM, ROUGH, Faults, LossyNetwork
 from streamoff.testing.receiving import Payload, Receiving
 from streamoff.testing.witness import Key, Witness
@@ -86,6 +87,8 @@ class MachinePair:
         self.budgets = budgets or Budgets()
         self.source = Address(source)
         self.source_alive = True
+        self.reborn = False
+        """Whether a new instance of the source is there, which knows nothing of the transaction."""
         self.told: list[t.TransactionEffect] = []
         self.on_report: Callable[[Key, StreamoffError | None], None] = lambda _key, _error: None
         """Called with what the caller of a download is told."""
@@ -97,6 +100,7 @@ class MachinePair:
         )
         self._capabilities = capabilities
         self._payload = Payload(nbytes, chunk)
+        self._forgotten: set[str] = set()
         self._nonces = (number.to_bytes(8, "big") for number in itertools.count(1))
         refs_named = [f"ref-{index}" for index in range(refs)]
         slots = [Slot(self.network.random.randbytes(16)) for _ in self.receivers]
@@ -222,8 +226,9 @@ class MachinePair:
         """The producer ends the transaction."""
         self._producer_step(t.Aborted(self.now, reason))
 
-    def forget(self) -> None:
-        """The place or the time of its tombstone ran out."""
+    def forget(self, ref: str) -> None:
+        """The place or the time of a ref's tombstone ran out."""
+        self._forgotten.add(ref)
         self._producer_step(t.Forgotten(self.now))
 
     def kill_source(self, reason: str = "killed") -> None:
@@ -232,6 +237,10 @@ class MachinePair:
         error = SourceFailedError(reason)
         for key in self.downloads:
             self.network.after(self.faults.latency, self._noticer(key, error))
+
+    def turn_down(self, slot: int, reason: str) -> None:
+        """The receiver says that it will not pull."""
+        self._asker(slot)(t.CancelRequested(self.now, slot, self.receivers[slot], reason))
 
     def kill_receiver(self, slot: int) -> None:
         """A receiver dies without a word: its downloads do nothing any more."""
@@ -374,6 +383,12 @@ class MachinePair:
         )
 
     def _hear(self, event: t.Event) -> None:
+        ref = getattr(event, "ref", self.transaction.refs[0])
+        if self.reborn or ref in self._forgotten:
+            if isinstance(event, (t.OpenRequested, t.PullRequested, t.ConfirmRequested)):
+                unknown = PeerRefusedError("no such ref", ref=ref)
+                self._answer(ref, event.origin, d.Refused(0.0, unknown))
+            return
         stamped = replace(event, now=self.now)
         if isinstance(stamped, t.OpenRequested):
             stamped = replace(stamped, nonce=next(self._nonces))
