@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["cached_bytes", "fill", "image", "read_only", "tmpfs"]
+__all__ = ["cached_bytes", "crumbled", "fill", "image", "read_only", "tmpfs"]
 
 
 @contextmanager
@@ -84,6 +84,18 @@ def fill(directory: Path, *, but: int = 0) -> Path:
         except OSError:
             pass
     return hog
+
+
+def crumbled(directory: Path) -> list[Path]:
+    """Take all inodes of a small file system; returns the files that have them."""
+    crumbs: list[Path] = []
+    try:
+        while True:
+            crumb = directory / f"crumb-{len(crumbs)}"
+            crumb.touch()
+            crumbs.append(crumb)
+    except OSError:
+        return crumbs
 
 
 def cached_bytes(path: Path) -> int:

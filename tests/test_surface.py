@@ -197,7 +197,7 @@ Outcome(status: OutcomeStatus, reason: str, slots: Mapping[str, Mapping[RefId, S
 Outcome.quorum
 Outcome.succeeded
 Ref(source: Address, id: RefId, ticket: bytes, size: int) -> None
-open_job(name: str, endpoint: BaseEndpoint, *, drain_window: float = 5.0, scratch: Path | str | None = None, quota: int | None = None, ram_backed: RamBacked = 'warn', durable: bool = False, page_cache: PageCache = 'keep') -> None
+open_job(name: str, endpoint: BaseEndpoint, *, drain_window: float = 5.0, scratch: Path | str | None = None, quota: int | None = None, space_wait: float = 30.0, ram_backed: RamBacked = 'warn', durable: bool = False, page_cache: PageCache = 'keep') -> None
 open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS) -> LazyStateDict
 resolve(tree: Any, context: DecodeContext, *, only: Only | None = None) -> Any
 """

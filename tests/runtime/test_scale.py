@@ -36,8 +36,8 @@ TASKS_PER_LINK_END = 3
 """A link's reader and writer, and the task that keeps it."""
 TASKS_PER_ENDPOINT = 1
 """The clock."""
-TASKS_PER_ROOT = 3
-"""The supervisor, its lease, and a look for dead roots."""
+TASKS_PER_ROOT = 4
+"""The supervisor, its lease, a look for dead roots, and who lets through what waits for space."""
 
 
 def count_tasks() -> int:

@@ -25,14 +25,25 @@ from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import Job
 from streamoff.runtime.link import Inbound
 from streamoff.runtime.publishing import Transaction
-from streamoff.runtime.threads import wait_from_thread
+from streamoff.runtime.threads import run_in_thread, wait_from_thread
+from streamoff.scratch.janitor import JANITOR
 from streamoff.tensors.landing import MemoryLanding
 from streamoff.tensors.layout import Layout, plan
 from streamoff.tensors.sources import Source, StateDictSource
 from streamoff.tensors.state import State
 from streamoff.tensors.views import Views
 from streamoff.transports.memory import MemoryLink, MemoryNetwork
-from streamoff.types import MIB, Address, Budgets, Capability, RangeSet, Ref, Slot
+from streamoff.types import (
+    MIB,
+    Address,
+    Budgets,
+    Capability,
+    Outcome,
+    OutcomeStatus,
+    RangeSet,
+    Ref,
+    Slot,
+)
 from streamoff.wire.frames import Frame, Hello, Open, Opened, Ping, Pull
 from streamoff.wire.limits import LinkLimits
 
@@ -228,7 +239,8 @@ def memory(names: Iterable[str] | None = None, **others: Any) -> Terms:
 def disk(job: Job, names: Iterable[str] | None = None, **others: Any) -> Terms:
     """Terms of a download to a job's disk."""
     wanted = None if names is None else tuple(names)
-    return Terms(landing=lambda layout: job.landing(layout, names=wanted), names=wanted, **others)
+    settings: dict[str, Any] = {"space": job.space} | others
+    return Terms(landing=lambda layout: job.landing(layout, names=wanted), names=wanted, **settings)
 
 
 def files(root: Path) -> list[str]:
@@ -240,6 +252,22 @@ async def until_gone(job: Job) -> None:
     """Wait until what was stuck has ended and the root is gone."""
     while job.state is not JobRootState.GONE:  # noqa: ASYNC110 - a state
         await anyio.sleep(0.01)
+
+
+async def swept() -> None:
+    """Wait for the janitor."""
+    await run_in_thread(JANITOR.idle, 10.0)
+
+
+def assert_told(error: BaseException | None, outcome: Outcome, *, needed: int) -> None:
+    """The error has the numbers and the names; the producer was told in the receiver's words."""
+    assert isinstance(error, StreamoffError)
+    assert error.where["site"] == "site-1"
+    assert error.where["ref"]
+    assert error.where["needed"] == needed
+    assert outcome.status is OutcomeStatus.FAILED
+    [verdict] = outcome.slots["server"].values()
+    assert error.what in verdict.reason
 
 
 # --- endpoints ----------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ async def pull(
         accept=None if context.accept is None else _typed(context.accept),
         progress=context.progress,
         in_memory=not disk,
+        space=job.space if job is not None and disk else None,
     )
     try:
         if job is not None:

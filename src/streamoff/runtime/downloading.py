@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -23,7 +23,9 @@ from streamoff.errors import (
     InvariantError,
     LandingError,
     LimitError,
+    NoSpaceError,
     PeerRefusedError,
+    QuotaExceededError,
     SourceChangedError,
     SourceFailedError,
     StreamoffError,
@@ -35,6 +37,7 @@ from streamoff.machines.story import Story
 from streamoff.runtime.link import Inbound
 from streamoff.runtime.resources import Resources
 from streamoff.runtime.signal import Signal
+from streamoff.runtime.space import SpaceQueue, Turn
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.tensors.digests import chunk_digest
@@ -87,6 +90,7 @@ class Terms:
         accept: Checks the layout before anything is allocated, in a worker thread; raises to refuse.
         progress: Told about landed ranges.
         in_memory: Whether the landing only copies in memory: a small payload then needs no thread.
+        space: Where it waits if there is no room for the landing; None: it fails.
     """
 
     landing: Callable[[Layout], Landing]
@@ -95,6 +99,7 @@ class Terms:
     accept: Callable[[Layout], object] | None = None
     progress: Progress | None = None
     in_memory: bool = False
+    space: SpaceQueue | None = None
 
 
 class Wire:
@@ -173,9 +178,11 @@ class Transfer:
         self._arrived = 0.0
         self._header: bytearray | None = None
         self._header_digest = b""
+        self._accepted: Layout | None = None
         self._layout: Layout | None = None
         self._landing: Landing | None = None
         self._landing_now: ByteRange | None = None
+        self._lack: _Lack | None = None
         self._state: State | None = None
         self.defect: BaseException | None = None
 
@@ -360,6 +367,8 @@ class Transfer:
             self._carry_out(effect)
         if before.state is not after.state:
             self._wake.notify()
+        if after.ended and self._lack is not None:
+            self._lack.pause.cancel()
 
     def _carry_out(self, effect: m.DownloadEffect) -> None:
         match effect:
@@ -469,17 +478,25 @@ class Transfer:
 
     def _tick(self) -> None:
         event = m.classify_tick(self.record, self._now())
-        if isinstance(event, (m.Stalled, m.Exhausted)) and self._own_fault(event.now):
-            budgets = self.record.budgets
-            seconds = min(budgets.hold - self.record.held, budgets.stall)
-            if seconds > 0:
-                event = m.HoldAsked(event.now, seconds)
+        if isinstance(event, (m.Stalled, m.Exhausted)):
+            event = self._explained(event)
         if isinstance(event, m.Stalled):
             self._pull_bytes = max(self._least, self._pull_bytes // 4)
         if event is None:
             self._timer.at(m.next_tick(self.record))
         else:
             self._step(event)
+
+    def _explained(self, event: m.Stalled | m.Exhausted) -> m.DownloadEvent:
+        """What no progress comes to where the wait is ours: a hold while there are any, then the true reason."""
+        if self._own_fault(event.now):
+            budgets = self.record.budgets
+            seconds = min(budgets.hold - self.record.held, budgets.stall)
+            if seconds > 0:
+                return m.HoldAsked(event.now, seconds)
+        if self._lack is not None and self.record.state is DownloadState.STREAMING:
+            return m.LandingFailed(event.now, self._located(self._lack.error))
+        return event
 
     def _own_fault(self, now: float) -> bool:
         """Whether the wait is for our own disk: then the producer is asked to be patient."""
@@ -496,6 +513,8 @@ class Transfer:
         """Do one blocking thing, or wait for something to do."""
         if self.record.state is DownloadState.FINALISING:
             await self._finalise()
+        elif self._lack is not None and self.record.state in _LANDING:
+            await self._wait_for_space(self._lack)
         elif self._inbox and self.record.state in _LANDING:
             await self._land(self._inbox.popleft())
         elif not self.record.ended:
@@ -505,13 +524,19 @@ class Transfer:
         chunk = inbound.frame
         assert isinstance(chunk, Chunk)
         self._landing_now = _range_of(inbound)
+        event: m.DownloadEvent | None
         try:
             event = await self._landed(chunk)
         except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
-            event = m.LandingFailed(self._now(), self._landing_error(error))
+            event = self._cannot_land(error)
         finally:
             self._landing_now = None
             inbound.release()
+        if event is not None:
+            self._take(event)
+
+    def _take(self, event: m.DownloadEvent) -> None:
+        """Take what became of a piece of work."""
         self._step(event)
         if isinstance(event, m.Planned) and not self.record.missing and not self.record.ended:
             self._step(m.LandedAll(self._now(), ByteRange(0, 0)))
@@ -571,10 +596,8 @@ class Transfer:
         unknown = [] if names is None else sorted(set(names).difference(layout.names))
         if unknown:
             raise UsageError("tensors that the payload does not have", got=unknown[:8])
-        landing = self.terms.landing(layout)
-        self._landing = landing
-        ranges = landing.open(layout, names)
-        self._layout = layout
+        self._accepted = layout
+        landing, ranges = self._make_place(layout)
         if chunk.stop > len(header):
             landing.write(chunk.start, chunk.body, chunk.digest)
         head = ByteRange(0, len(header))
@@ -582,6 +605,62 @@ class Transfer:
         if not landed.missing(ranges):
             self._state = landing.finish()
         return ranges
+
+    def _make_place(self, layout: Layout) -> tuple[Landing, RangeSet]:
+        """Make and open the landing; in a worker thread. From then on the payload is planned."""
+        landing = self.terms.landing(layout)
+        self._landing = landing
+        ranges = landing.open(layout, self.terms.names)
+        self._layout = layout
+        return landing, ranges
+
+    # --- waiting for space ------------------------------------------------------------------------
+
+    def _cannot_land(self, error: Exception) -> m.LandingFailed | None:
+        """What a landing that raised comes to: the end, or None if it only lacks space and may wait for it."""
+        space, accepted = self.terms.space, self._accepted
+        lacks = isinstance(error, QuotaExceededError | NoSpaceError) and self._layout is None
+        if not lacks or space is None or accepted is None:
+            return m.LandingFailed(self._now(), self._landing_error(error))
+        assert isinstance(error, QuotaExceededError | NoSpaceError)
+        if self._lack is None:
+            logger.info("%s from %s waits for space: %s", self.ref.id, self.ref.source, error.what)
+            self._lack = _Lack(accepted, space.turn(), error)
+        self._lack.error = error
+        return None
+
+    async def _wait_for_space(self, lack: _Lack) -> None:
+        """Wait without a buffer, a thread or a file of ours, then try again.
+
+        Meanwhile the ticks of the machine ask the producer to be patient; they, too, end this.
+        """
+        self._asked.clear()
+        self._drop_inbox()
+        self._landing_now = ByteRange(0, self.ref.size)  # nothing is pulled meanwhile
+        self._resources.active -= 1
+        event: m.DownloadEvent | None = None
+        try:
+            with anyio.CancelScope() as lack.pause:
+                await self._discard()
+                await lack.turn.wait(lack.error)
+            if not self.record.ended:
+                event = await self._try_again(lack.layout)
+        except Exception as error:  # noqa: BLE001 - it was waited for long enough, or in vain
+            event = m.LandingFailed(self._now(), self._landing_error(error))
+        finally:
+            self._resources.active += 1
+            self._landing_now = None
+        if event is not None:
+            self._take(event)
+
+    async def _try_again(self, layout: Layout) -> m.DownloadEvent | None:
+        try:
+            _, ranges = await self._off_loop(self._make_place, layout)
+        except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
+            return self._cannot_land(error)
+        self._lack = None
+        head = ByteRange(0, layout.data_start)
+        return m.Planned(self._now(), ranges.add(head), RangeSet((head,)))
 
     async def _finalise(self) -> None:
         try:
@@ -594,15 +673,24 @@ class Transfer:
             self._step(m.Finalised(self._now()))
 
     async def _clean_up(self) -> None:
+        self._drop_inbox()
+        self._header = None
+        if self.record.state is DownloadState.DONE and self.defect is None:
+            self._landing = None
+        elif self._state is not None:
+            self._landing = None
+            self.release()
+        else:
+            await self._discard()
+
+    def _drop_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft().release()
-        self._header = None
+
+    async def _discard(self) -> None:
+        """Leave nothing of the landing, if one was made."""
         landing, self._landing = self._landing, None
-        if self.record.state is DownloadState.DONE and self.defect is None:
-            return
-        if self._state is not None:
-            self.release()
-        elif landing is not None:
+        if landing is not None:
             try:
                 await self._off_loop(landing.discard)
             except Exception:
@@ -635,6 +723,16 @@ class Transfer:
                 self.ref.size,
                 record.cause.what,
             )
+
+
+@dataclass(slots=True)
+class _Lack:
+    """What a payload waits for: its layout was accepted, and its landing has no room."""
+
+    layout: Layout
+    turn: Turn
+    error: QuotaExceededError | NoSpaceError
+    pause: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
 _LANDING: Final = frozenset({DownloadState.OPENING, DownloadState.STREAMING, DownloadState.BACKOFF})

@@ -42,6 +42,7 @@ from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.guard import ReadGuard
 from streamoff.runtime.publishing import Transaction
 from streamoff.runtime.signal import Signal
+from streamoff.runtime.space import SPACE_WAIT_SECONDS, SpaceQueue
 from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.directory import RamBacked, RootDirectory
 from streamoff.scratch.janitor import JANITOR
@@ -171,11 +172,15 @@ class Job:
         window: float,
         ledger: Ledger,
         storage: Storage,
+        space_wait: float,
     ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.ledger = ledger
         self.storage = storage
+        self.space = SpaceQueue(
+            ledger, root.path, patience=space_wait, limiter=endpoint.resources.roots
+        )
         self.guard = ReadGuard(name)
         self.closed = anyio.Event()
         self.record = JobRoot(job=name, window=window)
@@ -500,6 +505,7 @@ class Job:
                     self.endpoint.jobs.add(self)
                     nursery.start_soon(self._keep_lease)
                     nursery.start_soon(self._reap)
+                    nursery.start_soon(self.space.watch)
                     task_status.started()
                     await self._closing.wait()
                     await self._drain()
@@ -673,6 +679,9 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         drain_window: Seconds that consumers get when the body is left; 0 cuts at once.
         scratch: Where the root is made; None follows :mod:`tempfile` (``TMPDIR``).
         quota: Bytes of scratch the job may use; None for no limit but the disk.
+        space_wait: Seconds that an update waits, while its source is asked to be patient, for quota or disk
+            space that others release; 0 refuses it at once. What exceeds the whole quota, or the whole disk,
+            never waits.
         ram_backed: What to do if scratch turns out to be memory: ``"warn"``, ``"refuse"`` or ``"allow"``.
         durable: Whether a file counts as landed, or written, only when it is on stable storage.
         page_cache: ``"drop"`` keeps what was written and read out of the page cache, so that a small memory
@@ -699,17 +708,20 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         drain_window: float = DRAIN_WINDOW_SECONDS,
         scratch: Path | str | None = None,
         quota: int | None = None,
+        space_wait: float = SPACE_WAIT_SECONDS,
         ram_backed: RamBacked = "warn",
         durable: bool = False,
         page_cache: PageCache = "keep",
     ) -> None:
-        if isinstance(drain_window, bool) or not 0 <= drain_window < float("inf"):
-            raise UsageError("drain_window", expected="seconds, 0 or more", got=drain_window)
+        for what, seconds in (("drain_window", drain_window), ("space_wait", space_wait)):
+            if isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+                raise UsageError(what, expected="seconds, 0 or more", got=seconds)
         self._name = name
         self._endpoint = endpoint
         self._window = float(drain_window)
         self._scratch = scratch
         self._quota = quota
+        self._space_wait = float(space_wait)
         self._ram_backed: RamBacked = ram_backed
         self._storage = Storage(durable=durable, page_cache=page_cache)
 
@@ -730,6 +742,7 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
                     window=self._window,
                     ledger=ledger,
                     storage=self._storage,
+                    space_wait=self._space_wait,
                 )
                 await self._endpoint.start_job(job.supervise)
             except BaseException:

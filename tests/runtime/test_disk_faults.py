@@ -1,0 +1,131 @@
+"""Disks that are full and quotas that are spent: said with numbers, told to the producer, and of no concern to others."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamoff.errors import NoSpaceError, StreamoffError
+from streamoff.runtime.downloading import Terms
+from streamoff.runtime.jobs import open_job
+from streamoff.runtime.threads import run_in_thread
+from streamoff.types import MIB, OutcomeStatus
+
+from ..disks import crumbled, tmpfs
+from .world import (
+    Attempt,
+    ComputedSource,
+    Hooked,
+    assert_pattern,
+    assert_same,
+    assert_told,
+    disk,
+    files,
+    memory,
+    state_dict,
+    swept,
+    tasks,
+    world,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+DISK = 16 * MIB
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 16 MiB."""
+    with tmpfs(tmp_path / "disk", f"size={DISK},nr_inodes=64") as mount:
+        yield mount
+
+
+async def test_a_full_disk_is_an_error_with_numbers(small_disk):
+    """A payload that the disk has no room for fails with site, ref, needed and free bytes; nothing is left."""
+    async with world() as w:
+        async with open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job:
+            tx, ref = w.offer(ComputedSource(20 * MIB))
+            attempt = Attempt()
+            await attempt.run(partial(job.download, ref, disk(job)))
+            assert isinstance(attempt.error, NoSpaceError)
+            assert_told(attempt.error, await tx.wait(), needed=ref.size)
+            free = attempt.error.where["free"]
+            assert isinstance(free, int)
+            assert 15 * MIB < free < DISK
+            await swept()
+            assert files(job.path) == [".lease"]
+            other, fits = w.offer(ComputedSource(10 * MIB))
+            assert_pattern(await job.download(fits, disk(job)))
+            assert (await other.wait()).status is OutcomeStatus.COMPLETED
+        assert list(small_disk.iterdir()) == []
+
+
+async def test_a_disk_that_fills_up_meanwhile_ends_one_download_and_no_other(small_disk):
+    """Where somebody else takes the room between the check and the write, one download fails, others go on."""
+    async with (
+        world(sites=2) as w,
+        open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job,
+    ):
+        hog = small_disk / "somebody else's"
+
+        def fill(_layout: object) -> None:
+            with hog.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 12 * MIB)
+
+        tx, ref = w.offer(ComputedSource(9 * MIB))
+        other, spare = w.offer(ComputedSource(9 * MIB), site=w.sites[1])
+        terms = Terms(landing=lambda layout: Hooked(job.landing(layout), open=fill))
+        full, fine = Attempt(), Attempt()
+        async with tasks() as group:
+            group.start_soon(full.run, partial(job.download, ref, terms))
+            group.start_soon(fine.run, partial(job.download, spare, memory()))
+        assert isinstance(full.error, NoSpaceError)
+        assert_told(full.error, await tx.wait(), needed=ref.size)
+        assert fine.state is not None
+        assert_pattern(fine.state)
+        assert (await other.wait()).status is OutcomeStatus.COMPLETED
+        hog.unlink()
+        await swept()
+        assert files(job.path) == [".lease"]
+        assert job.ledger.used == 0
+        w.assert_idle()
+
+
+async def test_a_disk_without_inodes_is_a_full_disk(small_disk):
+    """Where files cannot be made any more the error says so, and the job goes on when they can."""
+    async with (
+        world() as w,
+        open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job,
+    ):
+        crumbs = crumbled(small_disk)
+        tx, ref = w.offer(state_dict())
+        attempt = Attempt()
+        await attempt.run(partial(job.download, ref, disk(job)))
+        assert isinstance(attempt.error, NoSpaceError)
+        assert "inodes" in str(attempt.error)
+        assert (await tx.wait()).status is OutcomeStatus.FAILED
+        for crumb in crumbs:
+            crumb.unlink()
+        assert job.ledger.used == 0
+        _, again = w.offer(state_dict())
+        assert_same(await job.download(again, disk(job)), state_dict())
+
+
+async def test_a_disk_that_cannot_be_written_ends_a_download_typed(tmp_path):
+    """A root that somebody removed is a typed error, and the drain still ends."""
+    async with world() as w:
+        async with open_job("job", w.server, scratch=tmp_path, drain_window=1) as job:
+            job.path.rename(tmp_path / "moved away")
+            tx, ref = w.offer(state_dict())
+            attempt = Attempt()
+            await attempt.run(partial(job.download, ref, disk(job)))
+            assert isinstance(attempt.error, StreamoffError)
+            assert (await tx.wait()).status is OutcomeStatus.FAILED
+        assert anyio.current_time() == 0
+        await run_in_thread(
+            partial(subprocess.run, ["rm", "-r", str(tmp_path / "moved away")], check=True)
+        )
