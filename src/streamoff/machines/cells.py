@@ -129,8 +129,12 @@ class Machine(Generic[S, R, F, E]):
         match cell:
             case Go():
                 moved, effects = cell.handler(record, event)
-                if moved.state is not cell.target:
+                if moved.state is cell.target:
+                    return moved, effects
+                if moved is record:
                     moved = replace(cast("Any", moved), state=cell.target)
+                else:  # the handler's own copy, which nobody else has seen
+                    object.__setattr__(moved, "state", cell.target)
                 return moved, effects
             case Ignore():
                 return record, ()

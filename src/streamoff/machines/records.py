@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
+from itertools import repeat
+from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["replace"]
@@ -13,9 +16,12 @@ if TYPE_CHECKING:
 else:
 
     @cache
-    def _members(kind: type) -> tuple[tuple[str, Any], ...]:
-        """Field names of a slotted dataclass and the descriptors that read and write them."""
-        return tuple((name, getattr(kind, name)) for name in kind.__dataclass_fields__)
+    def _slots(kind: type) -> tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]] | None:
+        """What reads all fields of a slotted dataclass at once, and what writes each; None without slots."""
+        names = tuple(kind.__dataclass_fields__)
+        if "__slots__" not in kind.__dict__ or len(names) < 2:
+            return None
+        return attrgetter(*names), {name: getattr(kind, name).__set__ for name in names}
 
     def replace(record: Any, /, **changes: Any) -> Any:
         """As ``dataclasses.replace``, in a third of the time for a frozen dataclass with slots.
@@ -33,11 +39,16 @@ else:
             TypeError: No such field.
         """
         kind = type(record)
-        if "__slots__" not in kind.__dict__:
+        slots = _slots(kind)
+        if slots is None:
             return dataclasses.replace(record, **changes)
+        read, write = slots
         copy = object.__new__(kind)
-        for name, member in _members(kind):
-            member.__set__(copy, changes.pop(name) if name in changes else member.__get__(record))
-        if changes:
-            raise TypeError(f"{kind.__name__} has no field {next(iter(changes))!r}")
+        any(
+            map(call, write.values(), repeat(copy), read(record))
+        )  # each returns None: all are called
+        for name, value in changes.items():
+            if name not in write:
+                raise TypeError(f"{kind.__name__} has no field {name!r}")
+            write[name](copy, value)
         return copy

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = ["STORY_LINES", "Line", "Story"]
 
@@ -13,20 +12,19 @@ STORY_LINES: Final = 32
 """Lines kept per machine; older ones are counted, not kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One transition: when, on which event, from where to where, with what effects."""
+class Line(NamedTuple):
+    """One transition: when, on which event, from where to where, with what effects; types only, so it keeps nothing."""
 
     at: float
-    event: str
-    before: str
-    after: str
-    effects: tuple[str, ...]
+    event: type
+    before: Enum
+    after: Enum
+    effects: tuple[type, ...]
 
     def __str__(self) -> str:
-        arrow = self.before if self.before == self.after else f"{self.before} -> {self.after}"
-        effects = f": {', '.join(self.effects)}" if self.effects else ""
-        return f"t={self.at:.3f} {self.event} [{arrow}]{effects}"
+        arrow = self.before if self.before is self.after else f"{self.before} -> {self.after}"
+        effects = ", ".join(effect.__name__ for effect in self.effects)
+        return f"t={self.at:.3f} {self.event.__name__} [{arrow}]{effects and f': {effects}'}"
 
 
 class Story:
@@ -51,8 +49,7 @@ class Story:
             return
         if len(self._lines) == STORY_LINES:
             self._dropped += 1
-        names = tuple(type(effect).__name__ for effect in effects)
-        self._lines.append(Line(now, type(event).__name__, str(before), str(after), names))
+        self._lines.append(Line(now, type(event), before, after, tuple(map(type, effects))))
 
     def lines(self) -> tuple[str, ...]:
         """The story, oldest first, ready for an error."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, assert_never
 
 from streamoff.errors import UsageError
 from streamoff.machines import serving as s
@@ -23,6 +23,7 @@ from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
 from streamoff.machines.records import replace
 from streamoff.machines.serving import SERVING, Origin, Serving, ServingEffect, ServingEvent
 from streamoff.types import (
+    NO_RANGES,
     Address,
     Budgets,
     ByteRange,
@@ -60,6 +61,7 @@ __all__ = [
     "WakeWaiters",
     "admit",
     "begin",
+    "epitaph",
     "next_tick",
     "step",
 ]
@@ -374,11 +376,15 @@ def _settle(record: Transaction, event: Drained | SettleExpired) -> Step:
 
 
 def _abort(record: Transaction, event: Aborted) -> Step:
-    record = replace(record, cause=record.cause or event.reason)
-    for key, serving in record.servings.items():
-        stepped, _ = SERVING.step(serving, s.Dropped(event.now, event.reason))
-        record = _with(record, key, stepped)
-    return replace(record, settle_by=event.now + record.budgets.settle), ()
+    dropped = s.Dropped(event.now, event.reason)
+    servings = {key: SERVING.step(one, dropped)[0] for key, one in record.servings.items()}
+    record = replace(
+        record,
+        cause=record.cause or event.reason,
+        servings=MappingProxyType(servings),
+        settle_by=event.now + record.budgets.settle,
+    )
+    return record, ()
 
 
 def _forget(record: Transaction, event: Forgotten) -> Step:  # noqa: ARG001 - the shell drops the record
@@ -460,17 +466,13 @@ def step(record: Transaction, event: Event) -> Step:
                 serving = record.servings[event.slot, ref]
                 record, _ = _serve_step(record, event.slot, ref, _cancelled(serving, event))
             return _judge(record, event.now, ())
-        case RangeEnded():
+        case RangeEnded(served=False):
             record = replace(record, in_flight=record.in_flight - 1)
-            if not event.served:
-                return _judge(record, event.now, ())
+            return _judge(record, event.now, ())
         case _:
             pass
     serving = record.servings[event.slot, event.ref]
     record, effects = _serve_step(record, event.slot, event.ref, _classify(record, serving, event))
-    record = replace(
-        record, in_flight=record.in_flight + sum(isinstance(e, s.ServeRange) for e in effects)
-    )
     return _judge(record, event.now, effects)
 
 
@@ -537,27 +539,31 @@ def _serve_step(
 ) -> tuple[Transaction, tuple[ServingEffect, ...]]:
     before = record.servings[index, ref]
     after, effects = SERVING.step(before, event)
+    changes: dict[str, Any] = _moved_clocks(record, index, before, after, event)
     if after is not before:
-        record = _with(record, (index, ref), after)
-    record = _move_clocks(record, index, before, after, event)
+        changes["servings"] = MappingProxyType({**record.servings, (index, ref): after})
     if after.state is s.ServingState.FAILED and before.state is not after.state:
-        record = replace(record, cause=record.cause or _cause(after, event))
-    return record, effects
+        changes["cause"] = record.cause or _cause(after, event)
+    begun = sum(isinstance(effect, s.ServeRange) for effect in effects)
+    ended = isinstance(event, (s.ServedMore, s.ServedAll))
+    if begun or ended:
+        changes["in_flight"] = record.in_flight + begun - ended
+    return replace(record, **changes) if changes else record, effects
 
 
-def _move_clocks(
+def _moved_clocks(
     record: Transaction, index: int, before: Serving, after: Serving, event: ServingEvent
-) -> Transaction:
+) -> dict[str, Any]:
     """Progress is a byte range not served before, the first open, or a granted hold."""
     if isinstance(event, s.Held) and not after.final:
         held = _put(record.held, index, record.held[index] + event.seconds)
         activity = _put(record.activity, index, record.activity[index] + event.seconds)
-        return replace(record, held=held, activity=activity)
-    grown = after.served.nbytes > before.served.nbytes
+        return {"held": held, "activity": activity}
+    grown = after.served is not before.served and after.served.nbytes > before.served.nbytes
     if grown or (before.bound is None and after.bound is not None):
         at = max(record.activity[index], event.now)
-        return replace(record, activity=_put(record.activity, index, at))
-    return record
+        return {"activity": _put(record.activity, index, at)}
+    return {}
 
 
 def _cause(serving: Serving, event: ServingEvent) -> str:
@@ -566,10 +572,6 @@ def _cause(serving: Serving, event: ServingEvent) -> str:
 
 def _put(values: tuple[float, ...], index: int, value: float) -> tuple[float, ...]:
     return (*values[:index], value, *values[index + 1 :])
-
-
-def _with(record: Transaction, key: tuple[int, RefId], serving: Serving) -> Transaction:
-    return replace(record, servings=MappingProxyType({**record.servings, key: serving}))
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -613,6 +615,21 @@ def _tick(record: Transaction, now: float) -> Step:
             for ref in record.refs:
                 record, _ = _serve_step(record, index, ref, s.SlotExpired(now, expiry[1]))
     return _judge(record, now, ())
+
+
+# --- afterwards -----------------------------------------------------------------------------------
+
+
+def epitaph(record: Transaction) -> Transaction:
+    """What is kept of a settled transaction to answer late requests: who may ask, and each slot's verdict.
+
+    Without ranges and outcome it is a third as large, which is what thousands of tombstones are made of.
+    """
+    servings = {
+        key: replace(one, wanted=NO_RANGES, served=NO_RANGES)
+        for key, one in record.servings.items()
+    }
+    return replace(record, servings=MappingProxyType(servings), outcome=None)
 
 
 # --- verdict --------------------------------------------------------------------------------------

@@ -125,27 +125,34 @@ async def _pull_all(
     states: dict[Batch, State],
 ) -> None:
     """Pull every batch at once; the first failure cancels the others and is raised alone."""
+
+    async def one(batch: Batch) -> None:
+        names = {leaf.name for leaf in groups[batch]}
+        whole = not batch.partial and names >= batch.names
+        states[batch] = state = await pull(
+            puller,
+            batch.ref,
+            context,
+            names=None if whole else names,
+            to_disk=context.tensors == "disk" and batch.kind is not LeafKind.NDARRAY,
+        )
+        batch.nonfinite = state.nonfinite
+
+    if len(groups) == 1:  # nothing to do at the same time
+        await one(*groups)
+        return
     failures: list[StreamoffError] = []
     async with anyio.create_task_group() as tasks:
 
-        async def one(batch: Batch) -> None:
-            names = {leaf.name for leaf in groups[batch]}
-            whole = not batch.partial and names >= batch.names
+        async def attempt(batch: Batch) -> None:
             try:
-                states[batch] = state = await pull(
-                    puller,
-                    batch.ref,
-                    context,
-                    names=None if whole else names,
-                    to_disk=context.tensors == "disk" and batch.kind is not LeafKind.NDARRAY,
-                )
-                batch.nonfinite = state.nonfinite
+                await one(batch)
             except StreamoffError as error:
                 failures.append(error)
                 tasks.cancel_scope.cancel()
 
         for batch in groups:
-            tasks.start_soon(one, batch)
+            tasks.start_soon(attempt, batch)
     if failures:
         raise failures[0]
 

@@ -365,7 +365,7 @@ class Transfer:
         self._timer.at(m.next_tick(after))
         for effect in effects:
             self._carry_out(effect)
-        if before.state is not after.state:
+        if before.state is not after.state and self._at_work:
             self._wake.notify()
         if after.ended and self._lack is not None:
             self._lack.pause.cancel()
@@ -402,7 +402,7 @@ class Transfer:
                 if effect.error is not None:
                     effect.error.story = self.story.lines()
             case m.Finalise() | m.Discard():
-                self._wake.notify()  # the task does it
+                pass  # the task does it
 
     def _open(self) -> None:
         """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
@@ -443,6 +443,8 @@ class Transfer:
         window = self._resources.window
         if not self._asked:
             self._arrived = self._now()
+        if self._asked.get(0) == self.ref.size:
+            return  # all of it comes with the answer to the open
         for start, stop in self._ranges():
             if len(self._asked) + len(self._inbox) >= window:
                 return
@@ -519,6 +521,16 @@ class Transfer:
             await self._land(self._inbox.popleft())
         elif not self.record.ended:
             await self._wake.wait()
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether the task has something to do, if only to end."""
+        state = self.record.state
+        return (
+            state is DownloadState.FINALISING
+            or (bool(self._inbox) and state in _LANDING)
+            or self.record.ended
+        )
 
     async def _land(self, inbound: Inbound) -> None:
         chunk = inbound.frame

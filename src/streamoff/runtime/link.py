@@ -127,11 +127,23 @@ class Link(Protocol):
         """Send within what both ends accept from now on."""
         ...
 
+    def ready(self, item: Deferred) -> bool:
+        """Whether the item can be sent as it is, without :meth:`fetch`."""
+        ...
+
     async def fetch(self, item: Deferred) -> Deferred | None:
         """Wait for what sending the item would wait for at this end, such as a disk.
 
         Returns:
             What to send in its place; None: nobody wants it any more.
+        """
+        ...
+
+    def send_nowait(self, frame: Frame) -> bool:
+        """Send a control frame if that takes no waiting and gains nothing by it.
+
+        Returns:
+            Whether it has gone; else nothing of it has.
         """
         ...
 
@@ -229,6 +241,12 @@ class LinkDriver:
         return len(self._control) + bulk + self._sending
 
     @property
+    def _at_rest(self) -> bool:
+        """Whether the writer has nothing to do."""
+        busy = self._sending or self._control or self._fetched is not None
+        return not busy and self._tasks is not None
+
+    @property
     def crowded(self) -> bool:
         """Whether so much waits for the peer that what others send has to wait where it is."""
         return len(self._control) >= CROWDED_FRAMES or self._control_bytes >= CROWDED_BYTES
@@ -236,6 +254,8 @@ class LinkDriver:
     def send_nowait(self, frame: Frame) -> None:
         """Queue a control frame; a link that is gone loses it silently, like a wire."""
         if self.cause is not None or self._mute:
+            return
+        if self._at_rest and self.link.send_nowait(frame):
             return
         if len(self._control) >= MAX_CONTROL:
             self.lose(
@@ -347,7 +367,12 @@ class LinkDriver:
     def _fetch_next(self) -> None:
         """Fetch the next chunk if the last one has gone: a slow disk holds up no control frame."""
         busy = self._fetching or self._fetched is not None or self._departing
-        if self._bulk and self._tasks is not None and not busy:
+        if not self._bulk or self._tasks is None or busy:
+            return
+        if self.link.ready(self._bulk[0]):
+            self._fetched = self._bulk.popleft()
+            self._wake.notify()
+        else:
             self._fetching = True
             self._tasks.start_soon(self._guarded, self._fetch)
 

@@ -18,7 +18,6 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError, StreamoffError, UnreachableError, UsageError
-from streamoff.runtime.signal import Signal
 from streamoff.tensors.views import nbytes
 from streamoff.types import MIB, Address
 from streamoff.wire.codec import encode
@@ -97,7 +96,7 @@ class Subscription:
         self.nbytes = 0
         self._close = close
         self._queue: deque[Parcel] = deque()
-        self._changed = Signal()
+        self._ready = anyio.Semaphore(0)  # one for each message, and one for the end
         self._open = True
 
     def put(self, parcel: Parcel) -> bool:
@@ -106,7 +105,7 @@ class Subscription:
             return False
         self._queue.append(parcel)
         self.nbytes += nbytes(parcel.body)
-        self._changed.notify()
+        self._ready.release()
         return True
 
     def __len__(self) -> int:
@@ -117,11 +116,10 @@ class Subscription:
 
     async def __anext__(self) -> Parcel:
         """Wait for the next message; a cancelled wait loses none. Several readers share the messages."""
-        await anyio.lowlevel.checkpoint()
-        while not self._queue:
-            if not self._open:
-                raise StopAsyncIteration
-            await self._changed.wait()
+        await self._ready.acquire()
+        if not self._queue:
+            self._ready.release()  # the other readers see the end, too
+            raise StopAsyncIteration
         parcel = self._queue.popleft()
         self.nbytes -= nbytes(parcel.body)
         return parcel
@@ -131,7 +129,7 @@ class Subscription:
         if self._open:
             self._open = False
             self._close(self)
-            self._changed.notify()
+            self._ready.release()
 
 
 @dataclass(slots=True)

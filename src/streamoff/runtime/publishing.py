@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import anyio
@@ -256,7 +257,7 @@ class Publisher:
         send: Callable[[Routed], None],
         serve: Callable[[Address, Deferred], None],
         resources: Resources,
-        tombstones: Tombstones[RefId, Transaction] | None = None,
+        tombstones: Tombstones[RefId, m.Transaction] | None = None,
     ) -> None:
         self.address = address
         self._capabilities = capabilities
@@ -267,7 +268,9 @@ class Publisher:
         self._resources = resources
         self._live: dict[RefId, Transaction] = {}
         self._streams: dict[s.Origin, Transaction] = {}
-        self._buried = tombstones if tombstones is not None else Tombstones[RefId, Transaction]()
+        self._buried = tombstones if tombstones is not None else Tombstones[RefId, m.Transaction]()
+        self._prefix = secrets.token_hex(4)
+        self._number = count(1)
         self._remembered = 0
         self._closed = False
         self._ends = dict.fromkeys(OutcomeStatus, 0)
@@ -299,10 +302,10 @@ class Publisher:
         """
         if self._closed:
             raise UsageError("the endpoint is closing", got=self.address)
-        offered = {f"r{secrets.token_hex(8)}": source for source in sources}
+        offered = {self._name("r"): source for source in sources}
         now = self._now()
         record = m.begin(
-            id=f"t{secrets.token_hex(8)}",
+            id=self._name("t"),
             now=now,
             slots=slots,
             refs=offered,
@@ -314,6 +317,10 @@ class Publisher:
         tx.timer.at(m.next_tick(record))
         self._live.update(dict.fromkeys(offered, tx))
         return tx
+
+    def _name(self, kind: str) -> str:
+        """A name that no endpoint gives twice, also after a restart; the secret is the ticket."""
+        return f"{kind}{self._prefix}{next(self._number):x}"
 
     def close(self, reason: str) -> None:
         """End every transaction; nothing is offered any more."""
@@ -360,17 +367,18 @@ class Publisher:
 
     def on_open(self, frame: Open) -> None:
         """A receiver presents a ticket."""
-        tx = self._find(frame.ref)
-        if tx is None:
+        record = self._record(frame.ref)
+        if record is None:
             self._refuse(frame, frame.stream, ErrorCode.UNKNOWN_REF, "no such ref")
             return
-        slot = m.admit(tx.record, frame.ticket, frame.sender)
+        slot = m.admit(record, frame.ticket, frame.sender)
         if slot is None:
             self._refuse(frame, frame.stream, ErrorCode.BAD_TICKET, "not your ticket")
             return
         origin = s.Origin(frame.sender, frame.stream)
         wanted, first = NO_RANGES, None
-        if tx.outcome is None:
+        tx = self._live.get(frame.ref)
+        if tx is not None:
             layout = tx.sources[frame.ref].layout
             try:
                 wanted = layout.ranges(frame.names).add(ByteRange(0, layout.data_start))
@@ -390,7 +398,7 @@ class Publisher:
             frame.capabilities & self._capabilities,
             first,
         )
-        self._step(tx, event)
+        self._apply(frame.ref, event)
 
     def on_pull(self, frame: Pull) -> None:
         """A bound receiver asks for a range."""
@@ -418,24 +426,24 @@ class Publisher:
 
     def on_confirm(self, frame: Confirm) -> None:
         """A receiver's last word; answered also when the transaction has settled."""
-        tx = self._find(frame.ref)
-        slot = None if tx is None else m.admit(tx.record, frame.ticket, frame.sender)
-        if tx is None or slot is None:
+        record = self._record(frame.ref)
+        slot = None if record is None else m.admit(record, frame.ticket, frame.sender)
+        if slot is None:
             self._refuse(frame, frame.stream, ErrorCode.UNKNOWN_REF, "no such ref")
             return
         origin = s.Origin(frame.sender, frame.stream)
         event = m.ConfirmRequested(
             self._now(), slot, frame.ref, origin, frame.ok, frame.nonce, frame.reason
         )
-        self._step(tx, event)
+        self._apply(frame.ref, event)
 
     def on_cancel(self, frame: Cancel) -> None:
         """A receiver gives up, or declines before it began."""
-        tx = self._find(frame.ref)
-        slot = None if tx is None else m.admit(tx.record, frame.ticket, frame.sender)
-        if tx is not None and slot is not None:
-            now = self._now()
-            self._step(tx, m.CancelRequested(now, slot, frame.sender, frame.reason))
+        record = self._record(frame.ref)
+        slot = None if record is None else m.admit(record, frame.ticket, frame.sender)
+        if slot is not None:
+            event = m.CancelRequested(self._now(), slot, frame.sender, frame.reason)
+            self._apply(frame.ref, event)
 
     # --- chunks -----------------------------------------------------------------------------------
 
@@ -477,8 +485,20 @@ class Publisher:
 
     # --- the shell --------------------------------------------------------------------------------
 
-    def _find(self, ref: RefId) -> Transaction | None:
-        return self._live.get(ref) or self._buried.get(self._now(), ref)
+    def _record(self, ref: RefId) -> m.Transaction | None:
+        """The transaction of a ref, open or buried."""
+        tx = self._live.get(ref)
+        return self._buried.get(self._now(), ref) if tx is None else tx.record
+
+    def _apply(self, ref: RefId, event: m.Event) -> None:
+        """Step the transaction of a ref; a buried one only answers."""
+        tx = self._live.get(ref)
+        if tx is not None:
+            self._step(tx, event)
+        elif (buried := self._buried.get(self._now(), ref)) is not None:
+            _, effects = m.step(buried, event)
+            for effect in effects:
+                self._answer(effect)
 
     def _bind(self, tx: Transaction, origin: s.Origin, slot: int, ref: RefId) -> None:
         """Note the stream; an older one of the same slot and ref is void, with all it has queued."""
@@ -561,10 +581,8 @@ class Publisher:
                 serve = _Serve(self, tx, tx.streams[effect.origin][0], effect)
                 serve.queue()
                 self._serve(effect.origin.address, serve)
-            case s.AckConfirm():
-                self._ack(effect)
-            case s.AnswerGone():
-                self._answer_gone(effect)
+            case s.AckConfirm() | s.AnswerGone():
+                self._answer(effect)
             case m.TellCallbacks():
                 self._tell(tx, effect.outcome)
             case m.ReleaseSource():
@@ -589,6 +607,16 @@ class Publisher:
                 first=0 if effect.first is None else effect.first.stop,
             )
         )
+
+    def _answer(self, effect: m.TransactionEffect) -> None:
+        """Tell a receiver how its slot ended: all that a buried transaction does."""
+        match effect:
+            case s.AckConfirm():
+                self._ack(effect)
+            case s.AnswerGone():
+                self._answer_gone(effect)
+            case _:
+                raise InvariantError("a tombstone only answers", got=type(effect).__name__)
 
     def _ack(self, effect: s.AckConfirm) -> None:
         self._send(
@@ -647,11 +675,11 @@ class Publisher:
         self._ends[outcome.status] += 1
         for origin in tuple(tx.streams):
             self._unbind(tx, origin)
-        now = self._now()
+        now, epitaph = self._now(), m.epitaph(tx.record)
         for ref in tx.record.refs:
             self._live.pop(ref, None)
             self._remembered += len(tx.record.slots)
-            self._forget(self._buried.bury(now, ref, tx), now)
+            self._forget(self._buried.bury(now, ref, epitaph), now)
         while self._remembered > MAX_REMEMBERED and len(self._buried) > 1:
             self._forget(self._buried.drop_oldest(), now)
         if tx.timer is not None:
@@ -659,10 +687,10 @@ class Publisher:
         tx.sources.clear()
         tx.on_settled.clear()
 
-    def _forget(self, forgotten: tuple[Transaction, ...], now: float) -> None:
-        for tx in forgotten:
-            self._remembered -= len(tx.record.slots)
-            tx.record, _ = m.step(tx.record, m.Forgotten(now))
+    def _forget(self, forgotten: tuple[m.Transaction, ...], now: float) -> None:
+        for record in forgotten:
+            self._remembered -= len(record.slots)
+            m.step(record, m.Forgotten(now))
 
 
 def _read(source: Source, asked: ByteRange, into: memoryview) -> None:

@@ -140,6 +140,13 @@ class Pipe:
         if not self._silent:
             raise self.ended
 
+    def send_nowait(self, frame: Frame) -> bool:
+        """Queue a frame; False: there is no room, or an end has closed."""
+        if self.ended is not None or len(self._parcels) >= PIPE_ITEMS:
+            return False
+        self._put(frame)
+        return True
+
     async def _pace(self, item: Deferred, urgent: Urgent) -> None:
         """Take the time that the bytes take; a chunk that nobody wants any more is abandoned."""
         sent = 0
@@ -239,9 +246,17 @@ class MemoryLink:
     def agree(self, limits: LinkLimits) -> None:
         """Frames are not cut into pieces here."""
 
-    async def fetch(self, item: Deferred) -> Deferred:
+    def ready(self, item: Deferred) -> bool:  # noqa: ARG002 - the protocol's
         """The far end fetches a chunk, when it takes it. See :class:`streamoff.runtime.link.Link`."""
+        return True
+
+    async def fetch(self, item: Deferred) -> Deferred:
+        """Nothing to do. See :class:`streamoff.runtime.link.Link`."""
         return item
+
+    def send_nowait(self, frame: Frame) -> bool:
+        """Send a frame if there is room. See :class:`streamoff.runtime.link.Link`."""
+        return self._out.send_nowait(frame)
 
     async def send(self, item: Outbound, urgent: Urgent) -> None:
         """Send one item. See :class:`streamoff.runtime.link.Link`."""

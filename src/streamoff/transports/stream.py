@@ -268,6 +268,14 @@ class StreamLink:
 
     # --- sending ----------------------------------------------------------------------------------
 
+    def ready(self, item: Deferred) -> bool:
+        """Whether a chunk has been fetched; see :class:`~streamoff.runtime.link.Link`."""
+        return isinstance(item, _Departing)
+
+    def send_nowait(self, frame: Frame) -> bool:  # noqa: ARG002 - the protocol's
+        """Frames that wait for the writer go out together, in one call; see :class:`~streamoff.runtime.link.Link`."""
+        return False
+
     async def fetch(self, item: Deferred) -> Deferred | None:
         """Fetch a chunk; see :class:`~streamoff.runtime.link.Link`."""
         inbound = await item.render()
