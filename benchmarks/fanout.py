@@ -91,8 +91,6 @@ def measure(*, quick: bool) -> Report:
         fan(directory, QUICK_MODEL_BYTES if quick else MODEL_BYTES) as both,
     ):
         ways = {"ours": both.ours, "at once": both.at_once, "in a row": both.in_a_row}
-        for way in ways.values():  # warms up
-            way()
         found = in_turns(pairs, both.size * RECEIVERS, ways)
         machine, size = Machine.here(directory), both.size
     ours = found["ours"]

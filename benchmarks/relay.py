@@ -117,8 +117,6 @@ def measure(*, quick: bool) -> Report:
     nbytes, slow = (QUICK_BYTES, QUICK_SLOW_BYTES) if quick else (GPT2_MEDIUM_BYTES, SLOW_BYTES)
     with scratch(TMPFS) as directory, region(directory, nbytes, slow) as hosts:
         ways = {"direct": hosts.direct, "relay": hosts.relay, "beside slow": hosts.beside_slow}
-        for way in ways.values():  # warms up, and takes what the relay keeps for good
-            way()
         found = in_turns(pairs, hosts.size, ways)
         machine, size, relayed = Machine.here(directory), hosts.size, tuple(hosts.relayed)
     labels = {

@@ -62,7 +62,7 @@ class Pair:
         return Sample.of(got, self._source.answer(sent))
 
     def raw(self, mode: str) -> Sample:
-        """One raw copy, in the form that was fastest when it was warmed up."""
+        """One raw copy, in the form that was found to be fastest."""
         return self._copy(mode, self._piece[mode])
 
     def _copy(self, mode: str, piece: int) -> Sample:
@@ -70,18 +70,15 @@ class Pair:
         sent = self._source.ask("copy_out", port=self._raw_port, piece=piece)
         return Sample.of(self._receiver.answer(taken), sent)
 
-    def warm_up(self, mode: str) -> None:
-        """Do everything once, and find the fastest form of a raw copy, each twice."""
-        self.ours(mode)
-        tried = {
-            piece: min(self._copy(mode, piece).receiver.seconds for _ in range(2))
-            for piece in PIECES
-        }
-        self._piece[mode] = min(tried, key=tried.__getitem__)
+    def choose_piece(self, mode: str, times: int) -> None:
+        """Find the fastest form of a raw copy."""
+        ways = {str(piece): partial(self._copy, mode, piece) for piece in PIECES}
+        tried = in_turns(times, self.size, ways)
+        self._piece[mode] = int(min(tried, key=lambda piece: min(tried[piece].seconds)))
 
     def compare(self, mode: str, pairs: int) -> dict[str, Series]:
-        """Warm up and take pairs."""
-        self.warm_up(mode)
+        """Find the fastest form of a raw copy and take pairs with it."""
+        self.choose_piece(mode, min(pairs, 2))
         ways = {"ours": partial(self.ours, mode), "theirs": partial(self.raw, mode)}
         return in_turns(pairs, self.size, ways)
 
@@ -173,8 +170,6 @@ def _figures(found: Mapping[str, Mapping[str, Series]]) -> dict[str, float]:
 
 def _against(ours: Pair, theirs: Peer, mode: str, pairs: int) -> dict[str, Series]:
     ways = {"ours": partial(ours.ours, mode), "theirs": partial(theirs.transfer, mode)}
-    for way in ways.values():  # warms up
-        way()
     return in_turns(pairs, ours.size, ways)
 
 
