@@ -343,6 +343,25 @@ def test_hidden_roots_without_a_lease_are_judged_by_what_a_crash_can_leave(tmp_p
         assert judge(path).state is State.FOREIGN
 
 
+@pytest.mark.parametrize("part", ["file", "link", "directory"])
+def test_a_root_whose_maker_died_is_dead_as_soon_as_it_says_so(tmp_path: Path, part: str) -> None:
+    """A half made root tells its maker as soon as that is written: gone, it is dead; alive, or not told, it has time."""
+    told = tmp_path / "told"
+    for owner, state in ((gone_owner(), State.DEAD), (Owner.current("job"), State.LIVE)):
+        new = tmp_path / str(RootName.fresh("job"))
+        new.mkdir()
+        if part == "file":
+            (new / LEASE_PART).write_bytes(owner.record())
+        elif part == "link":
+            told.write_bytes(owner.record())
+            (new / LEASE_PART).symlink_to(told)
+        else:
+            (new / LEASE_PART).mkdir()
+        assert judge(new).state is (state if part == "file" else State.LIVE)
+        age(new, EXPIRY + 60)
+        assert judge(new).state is State.DEAD
+
+
 def test_a_buried_root_is_dead_whoever_holds_or_owns_it(tmp_path: Path) -> None:
     """The gone name is the owner's own word: neither its lock nor its life keeps the root."""
     path = lay_root(tmp_path, Owner.current("job"))

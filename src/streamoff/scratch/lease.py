@@ -285,11 +285,11 @@ def claim(path: Path, *, exclusive: bool = True) -> Iterator[Claim]:
 
 
 @contextmanager
-def _lease(directory: int) -> Iterator[int | None]:
+def _lease(directory: int, name: str = LEASE) -> Iterator[int | None]:
     """The open lease of a directory, or None if it has none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(LEASE, flags, dir_fd=directory)
+        fd = os.open(name, flags, dir_fd=directory)
     except FileNotFoundError:
         yield None
         return
@@ -340,7 +340,18 @@ def _judge_leaseless(path: Path, name: RootName, directory: int) -> Judgement:
         return _foreign("has no lease")
     if name.stage is Stage.GONE:
         return _dead("buried", None, None)
-    return _judge_age(path, os.fstat(directory).st_mtime, None)
+    touched, maker = os.fstat(directory).st_mtime, _maker(directory)
+    if maker is not None and maker.askable and not maker.alive:
+        return _dead(f"process {maker.pid} is gone", maker, time.time() - touched)
+    return _judge_age(path, touched, maker)
+
+
+def _maker(directory: int) -> Owner | None:
+    """Who was making a root, if it came as far as writing its lease."""
+    with _lease(directory, LEASE_PART) as part:
+        if part is None or part < 0 or not stat.S_ISREG(os.fstat(part).st_mode):
+            return None
+        return Owner.parse(os.pread(part, _RECORD_LIMIT, 0))
 
 
 def _judge_age(path: Path, touched: float, owner: Owner | None) -> Judgement:
