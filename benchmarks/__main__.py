@@ -14,6 +14,7 @@ SUITES: Final = {
     "tls": "the same model over TLS 1.3, against a blocking TLS copy",
     "relay": "through one relay, beside a slow stream, against a direct link",
     "fanout": "one source to eight receivers at once, against raw copies",
+    "line": "control messages beside a model on a slow line, between network namespaces",
     "control": "what a transfer costs besides its bytes: 10,000 refs of 4 KiB",
     "sites": "1,000 sites of 1 MiB in one event loop",
 }

@@ -39,6 +39,7 @@ MODES: Final = ("disk", "memory")
 LOOPBACK: Final = "127.0.0.1"
 FREED_SECONDS: Final = 60.0
 TOPIC: Final = "payload"
+BEAT: Final = "beat"
 
 Answer = dict[str, Any]
 
@@ -65,6 +66,7 @@ class Peer:
         self._endpoints: dict[str, Endpoint] = {}
         self._jobs: dict[str, Job] = {}
         self._boxes: dict[str, Messages] = {}
+        self._beats: dict[str, Messages] = {}
         self._listener = socket.create_server((LOOPBACK, 0))
         self._rest = anyio.Event()
         self._floor = 0
@@ -76,10 +78,12 @@ class Peer:
             listen=HostPort(host, settings.get("port", 0)) if settings["listen"] else None,
             peers={name: HostPort.parse(place) for name, place in settings["dial"].items()},
             tls=self._identity,
+            plain_anywhere=True,  # hosts are namespaces of this machine
         )
         endpoint = await stack.enter_async_context(Endpoint(address, transports=[transport]))
         self._endpoints[address] = endpoint
         self._boxes[address] = stack.enter_context(endpoint.receive(TOPIC))
+        self._beats[address] = stack.enter_context(endpoint.receive(BEAT))
         if self._scratch is not None:
             job = open_job(f"bench-{address}", endpoint, scratch=self._scratch, ram_backed="allow")
             self._jobs[address] = await stack.enter_async_context(job)
@@ -132,6 +136,21 @@ class Peer:
         if not await run_in_thread(JANITOR.idle, FREED_SECONDS):
             raise TimeoutError("landed files were not removed")
         return meter.spent.to_json()
+
+    async def beat(self, *, at: str, to: str, count: int, every: float) -> Answer:
+        """Send messages that say when they were sent, one every so many seconds."""
+        for _ in range(count):
+            await self._endpoints[at].send(to, BEAT, {"sent": time.monotonic()})
+            await anyio.sleep(every)
+        return {}
+
+    async def hear(self, *, at: str, count: int) -> Answer:
+        """Receive such messages; how long each took."""
+        seconds: list[float] = []
+        for _ in range(count):
+            message = await anext(self._beats[at])
+            seconds.append(time.monotonic() - message.tree["sent"])
+        return {"seconds": seconds}
 
     async def watch(self) -> Answer:
         """Measure this process until it is told to rest."""
