@@ -1,66 +1,41 @@
-"""What a transfer costs besides its bytes: ten thousand refs of 4 KiB, in one event loop, in memory."""
+"""What a transfer costs besides its bytes: ten thousand refs of 4 KiB, in one event loop, in memory.
 
-import gc
+Each ref is a transaction, a message, a download and a confirmation.
+"""
+
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.abc
 import torch
 
 from benchmarks.machine import Machine
+from benchmarks.report import Report
 from streamoff import DecodeContext, Endpoint, MemoryNetwork
 from streamoff.payload.endpoint import Messages
 from streamoff.types import OutcomeStatus
 
-__all__ = ["ControlReport", "measure"]
+__all__ = ["measure"]
 
 REFS: Final = 10_000
 QUICK_REFS: Final = 500
 ELEMENTS: Final = 1024
-AT_ONCE: Final = 16
-FLOOR: Final = 1500.0
+AT_ONCE: Final = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlReport:
-    """One run: refs per second, each with a transaction, a message, a download and a confirmation."""
-
-    machine: Machine
-    refs: int
-    refs_per_second: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is fast enough."""
-        return self.refs_per_second >= FLOOR
-
-    def to_text(self) -> str:
-        """Return three lines."""
-        verdict = "ok" if self.passed else "FAIL"
-        return (
-            f"control: {self.refs} refs of {ELEMENTS * 4} bytes in memory, {AT_ONCE} at once\n\n"
-            f"{self.refs_per_second:.0f} refs per second ({verdict}, at least {FLOOR:.0f})\n\n"
-            f"{self.machine.to_text()}"
-        )
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON values."""
-        return {
-            "refs": self.refs,
-            "refs_per_second": self.refs_per_second,
-            "machine": self.machine.to_json(),
-        }
-
-
-def measure(*, quick: bool) -> ControlReport:
+def measure(*, quick: bool) -> Report:
     """Send refs from one endpoint to another as fast as they are taken."""
     refs = QUICK_REFS if quick else REFS
-    seconds = anyio.run(_run, refs)
-    machine = Machine.here(Path.cwd())
-    return ControlReport(machine=machine, refs=refs, refs_per_second=refs / seconds)
+    per_second = refs / anyio.run(_run, refs)
+    return Report(
+        title=f"control: {refs} refs of {ELEMENTS * 4} bytes in memory, {AT_ONCE} at once",
+        machine=Machine.here(Path.cwd()),
+        figures={"refs_per_second": per_second},
+        quick=quick,
+    )
 
 
 async def _run(refs: int) -> float:
@@ -72,24 +47,24 @@ async def _run(refs: int) -> float:
         box = server.receive("ref")
         await site.connect("server")
         tensor = torch.randn(ELEMENTS)
-        offers, pulls = iter(range(refs)), iter(range(refs))
-        gc.freeze()  # what was imported is no garbage; looking through all of torch is not what is measured
+        room = anyio.Semaphore(AT_ONCE)
         begun = time.perf_counter()
         async with anyio.create_task_group() as tasks:
-            for _ in range(AT_ONCE):
-                tasks.start_soon(_send, site, offers, tensor)
-                tasks.start_soon(_pull, box, pulls)
+            tasks.start_soon(_receive, box, refs, tasks)
+            for number in range(refs):
+                await room.acquire()
+                tasks.start_soon(_send, site, number, tensor, room)
         return time.perf_counter() - begun
 
 
-async def _send(site: Endpoint, offers: Iterator[int], tensor: torch.Tensor) -> None:
-    for number in offers:
-        delivery = await site.send("server", "ref", {"number": number, "tensor": tensor})
-        outcome = await delivery.wait()
-        assert outcome.status is OutcomeStatus.COMPLETED, outcome
+async def _send(site: Endpoint, number: int, tensor: torch.Tensor, room: anyio.Semaphore) -> None:
+    delivery = await site.send("server", "ref", {"number": number, "tensor": tensor})
+    outcome = await delivery.wait()
+    assert outcome.status is OutcomeStatus.COMPLETED, outcome
+    room.release()
 
 
-async def _pull(box: Messages, pulls: Iterator[int]) -> None:
-    for _ in pulls:
+async def _receive(box: Messages, refs: int, tasks: anyio.abc.TaskGroup) -> None:
+    for _ in range(refs):
         message = await anext(box)
-        await message.decode(DecodeContext())
+        tasks.start_soon(partial(message.decode, DecodeContext()))

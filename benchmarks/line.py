@@ -95,7 +95,7 @@ def measure(*, quick: bool) -> Report:
     title = f"line: messages beside {format_size(nbytes)} at 20 Mbit/s behind a relay, seconds from end to end"
     lack = netns.lack()
     if lack is not None:
-        return Report(title=title, machine=machine, figures={}, rows=(), notes=[f"skipped: {lack}"])
+        return Report(title=title, machine=machine, figures={}, notes=[f"skipped: {lack}"])
     beats = int((nbytes / RATE_BYTES - 1) * 0.8 / BEAT_SECONDS)
     with scratch(TMPFS) as directory, line(directory, nbytes) as both:
         found = {

@@ -24,8 +24,8 @@ from benchmarks import rawcopy
 from benchmarks.meter import Meter
 from benchmarks.models import tensors_of
 from benchmarks.orders import read_order, say
-from streamoff import DecodeContext, Endpoint, Job, open_job
-from streamoff.payload.endpoint import Message, Messages
+from streamoff import DecodeContext, Endpoint, Job, Message, open_job
+from streamoff.payload.endpoint import Messages
 from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.janitor import JANITOR
 from streamoff.sim.memory import keep_large_blocks_mapped, resident_bytes, warm_torch

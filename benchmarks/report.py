@@ -43,7 +43,7 @@ class Report:
     title: str
     machine: Machine
     figures: Mapping[str, float]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
     samples: Mapping[str, Any] = field(default_factory=dict)
     quick: bool = False
@@ -67,7 +67,7 @@ class Report:
         ]
         parts = [
             [self.title],
-            list(aligned(self.rows, left=frozenset({0}))),
+            list(aligned(self.rows, left=frozenset({0}))) if self.rows else [],
             [*free, *self.notes],
             [check.to_text() for check in self.checks],
             [self.machine.to_text()],

@@ -14,54 +14,15 @@ import anyio.lowlevel
 import torch
 
 from benchmarks.machine import Machine
-from streamoff import DecodeContext, Endpoint, MemoryNetwork, open_job
-from streamoff.runtime.jobs import Job
+from benchmarks.report import Report
+from streamoff import DecodeContext, Endpoint, Job, MemoryNetwork, Message, open_job
 from streamoff.types import MIB
 
-__all__ = ["SitesReport", "measure"]
+__all__ = ["measure"]
 
 SITES: Final = 1000
 QUICK_SITES: Final = 50
-FLOOR: Final = 300.0
 SAMPLE_SECONDS: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SitesReport:
-    """One run: transfers per second, and the most descriptors, tasks and threads at any moment."""
-
-    machine: Machine
-    sites: int
-    transfers_per_second: float
-    fds_peak: int
-    tasks_peak: int
-    threads_peak: int
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is fast enough."""
-        return self.transfers_per_second >= FLOOR
-
-    def to_text(self) -> str:
-        """Return a few lines."""
-        verdict = "ok" if self.passed else "FAIL"
-        return (
-            f"sites: {self.sites} sites of 1 MiB in one event loop, landed on {self.machine.scratch}\n\n"
-            f"{self.transfers_per_second:.0f} transfers per second ({verdict}, at least {FLOOR:.0f})\n"
-            f"at most {self.fds_peak} descriptors, {self.tasks_peak} tasks, {self.threads_peak} threads\n\n"
-            f"{self.machine.to_text()}"
-        )
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON values."""
-        return {
-            "sites": self.sites,
-            "transfers_per_second": self.transfers_per_second,
-            "fds_peak": self.fds_peak,
-            "tasks_peak": self.tasks_peak,
-            "threads_peak": self.threads_peak,
-            "machine": self.machine.to_json(),
-        }
 
 
 @dataclass(slots=True)
@@ -79,19 +40,22 @@ class _Peaks:
             await anyio.sleep(SAMPLE_SECONDS)
 
 
-def measure(*, quick: bool) -> SitesReport:
+def measure(*, quick: bool) -> Report:
     """Land one update of every site, all at once."""
     sites = QUICK_SITES if quick else SITES
     with tempfile.TemporaryDirectory(prefix="streamoff-bench-") as directory:
         seconds, peaks = anyio.run(_run, sites, Path(directory))
         machine = Machine.here(Path(directory))
-    return SitesReport(
+    return Report(
+        title=f"sites: {sites} sites of 1 MiB in one event loop, landed on {machine.scratch}",
         machine=machine,
-        sites=sites,
-        transfers_per_second=sites / seconds,
-        fds_peak=peaks.fds,
-        tasks_peak=peaks.tasks,
-        threads_peak=peaks.threads,
+        figures={
+            "transfers_per_second": sites / seconds,
+            "fds_peak": peaks.fds,
+            "tasks_peak": peaks.tasks,
+            "threads_peak": peaks.threads,
+        },
+        quick=quick,
     )
 
 
@@ -119,8 +83,8 @@ async def _run(number: int, scratch: Path) -> tuple[float, _Peaks]:
     return seconds, peaks
 
 
-async def _land(message: object, job: Job) -> None:
-    await message.decode(DecodeContext(tensors="disk", job=job))  # type: ignore[attr-defined]
+async def _land(message: Message, job: Job) -> None:
+    await message.decode(DecodeContext(tensors="disk", job=job))
 
 
 async def _site(
