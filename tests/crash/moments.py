@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Moment", "count_operations", "draw"]
+__all__ = ["Moment", "draw"]
 
 OPERATIONS: Final = frozenset(
     {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime", "fcntl.flock"}
@@ -52,20 +52,15 @@ def draw(chance: random.Random, operations: int, seconds: float) -> Moment:
     return Moment(operation=chance.randint(1, MAKING if making else operations))
 
 
-def count_operations(scratch: Path) -> "list[int]":
-    """Count this process's operations from now on, in the one element of the list."""
-    return _watch(scratch, None)
-
-
-def _watch(scratch: Path, fatal: int | None) -> list[int]:
-    place, count = str(scratch), [0]
+def _watch(scratch: Path, fatal: int) -> None:
+    place, count = str(scratch), 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
         if event not in OPERATIONS or (event == "open" and not str(args[0]).startswith(place)):
             return
-        count[0] += 1
-        if count[0] == fatal:
+        count += 1
+        if count == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    return count

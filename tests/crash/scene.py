@@ -109,10 +109,6 @@ class Scene:
             for item in (*path.iterdir(), path):
                 os.utime(item, (past, past))
 
-    def listed(self) -> dict[str, str]:
-        """What ``streamoff scratch ls`` says: name to state."""
-        return {Path(item["path"]).name: item["state"] for item in self.command("ls")}
-
     def command(self, action: str) -> Any:
         """Run ``streamoff scratch`` as its users do, and return its JSON."""
         command = [sys.executable, "-m", "streamoff", "scratch", action, "--json", "--scratch"]

@@ -237,12 +237,14 @@ async def test_downloads_are_cancelled_at_their_source_when_the_body_is_left(tmp
         w.assert_idle()
 
 
-@pytest.mark.parametrize("chunk", range(4))
-@pytest.mark.parametrize("inside", [False, True], ids=["between writes", "inside a write"])
-async def test_a_body_that_is_left_in_the_middle_of_a_download_leaves_nothing(
-    tmp_path, chunk, inside
+@pytest.mark.parametrize(
+    ("chunk", "inside"), [*((k, False) for k in range(5)), *((k, True) for k in range(4))]
+)
+@pytest.mark.parametrize("how", ["left", "aborted"])
+async def test_a_body_that_ends_in_the_middle_of_a_download_leaves_nothing(
+    tmp_path, how, chunk, inside
 ):
-    """Left after so many chunks, or inside the write of the next, a job leaves no directory, and its root is gone."""
+    """Left or aborted after so many of four chunks, or inside the write of the next, a job leaves no directory."""
     gate = Gate()
     async with world() as w:
         tx, ref = w.offer(ComputedSource(13 * MIB))
@@ -253,30 +255,38 @@ async def test_a_body_that_is_left_in_the_middle_of_a_download_leaves_nothing(
             if inside and start >= chunk * 4 * MIB:
                 gate()
 
-        def progress(landed: int, _wanted: int) -> None:
-            if not inside and landed >= chunk * 4 * MIB:
+        def progress(landed: int, wanted: int) -> None:
+            if not inside and landed >= min(chunk * 4 * MIB, wanted):
                 reached.set()
 
-        async with (
-            tasks(gate) as group,
-            open_job("job", w.server, scratch=tmp_path, drain_window=1) as job,
-        ):
-            terms = Terms(
-                landing=lambda layout: Hooked(job.landing(layout), write=write),
-                progress=progress,
-            )
-            group.start_soon(attempt.run, partial(job.download, ref, terms))
-            await (gate.reached() if inside else reached.wait())
+        async with tasks(gate) as group:
+            with anyio.CancelScope() as scope:
+                async with open_job("job", w.server, scratch=tmp_path, drain_window=1) as job:
+                    terms = Terms(
+                        landing=lambda layout: Hooked(job.landing(layout), write=write),
+                        progress=progress,
+                    )
+                    group.start_soon(attempt.run, partial(job.download, ref, terms))
+                    await (gate.reached() if inside else reached.wait())
 
-            async def later() -> None:
-                await anyio.sleep(0.5)
-                gate.open()
+                    async def later() -> None:
+                        await anyio.sleep(0.5)
+                        gate.open()
 
-            group.start_soon(later)
-        assert (await tx.wait()).status is OutcomeStatus.FAILED
-        assert attempt.error is not None
-        assert job.state is JobRootState.GONE
-        assert list(tmp_path.iterdir()) == []
+                    group.start_soon(later)
+                    if how == "aborted":
+                        scope.cancel()
+                        await anyio.sleep_forever()
+            assert scope.cancelled_caught is (how == "aborted")
+            assert job.state is JobRootState.GONE
+            assert list(tmp_path.iterdir()) == []
+        outcome = await tx.wait()
+        if attempt.state is None:  # after the last chunk it may have been whole already
+            assert outcome.status is OutcomeStatus.FAILED
+            assert attempt.error is not None
+        else:
+            assert (chunk, inside) == (4, False)
+            attempt.state = None
         w.assert_idle()
 
 

@@ -182,11 +182,11 @@ class FileReader:
             raise UsageError(
                 "range outside the file", expected=f"0 to {self.layout.size}", got=(start, stop)
             )
-        if start == stop:
-            return
         first, views = (start, (into,)) if self._pages is None else self._whole_pages(start, into)
         with self._opened() as fd:
             self._compare(fd)
+            if start == stop:
+                return
             if self._drop:
                 read_nothing_ahead(fd)
             got = read_exactly(fd, views, first)
