@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["cached_bytes", "crumbled", "fill", "image", "read_only", "tmpfs"]
+__all__ = ["break_down", "cached_bytes", "crumbled", "fill", "image", "read_only", "tmpfs"]
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def image(point: Path, backing: Path, kind: str = "ext4", mebibytes: int = 16) -
     point.mkdir()
     with backing.open("wb") as file:
         file.truncate(mebibytes << 20)
-    make = [f"mkfs.{kind}", "-q", "-m", "0", "-E", "nodiscard", str(backing)]
+    make = [f"mkfs.{kind}", "-q", "-m", "0", "-e", "remount-ro", "-E", "nodiscard", str(backing)]
     try:
         subprocess.run(make, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -61,9 +61,18 @@ def _mount(*arguments: str) -> None:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
 
 
+def break_down(mount: Path) -> None:
+    """Have an image find itself damaged: it is read-only from then on, also for files that are open."""
+    loop = os.minor(mount.stat().st_dev)
+    try:
+        Path(f"/sys/fs/ext4/loop{loop}/trigger_fs_error").write_text("a test", encoding="ascii")
+    except OSError as error:
+        pytest.skip(f"a file system cannot be told to fail here: {error}")
+
+
 @contextmanager
 def read_only(mount: Path) -> Iterator[None]:
-    """Make a mounted file system read-only for a while."""
+    """Make a mounted file system read-only for a while; no file of it may be open for writing."""
     _mount("-o", "remount,ro", str(mount))
     try:
         yield

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,12 @@ def test_outer_layers_add_what_inner_ones_could_not_know() -> None:
     assert (error.site, error.ref) == ("inner", "r1")
     with pytest.raises(AttributeError):
         _ = error.tensor
+
+
+def test_a_path_reads_as_one() -> None:
+    """A path in a message can be copied as it stands, unless it holds what would garble the line."""
+    assert str(StreamoffError("full", path=Path("/var/scratch"))) == "full [path=/var/scratch]"
+    assert "\n" not in str(StreamoffError("full", path=Path("/var/\nfake=1")))
 
 
 def test_a_hostile_fact_does_not_flood_the_message() -> None:

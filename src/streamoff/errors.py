@@ -7,6 +7,7 @@ the edge, with ``from``.
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import ClassVar, Self
 
 __all__ = [
@@ -122,7 +123,8 @@ def _rebuild(kind: type[StreamoffError], what: str, state: dict[str, object]) ->
 
 def _short(value: object) -> str:
     """Render a fact in at most 200 characters: peers choose names and messages stay readable."""
-    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+    plain = str(value) if isinstance(value, PurePath) else value
+    text = plain if isinstance(plain, str) and plain.isprintable() and plain else repr(plain)
     return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"
 
 

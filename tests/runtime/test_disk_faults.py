@@ -11,14 +11,15 @@ import pytest
 
 from streamoff.errors import NoSpaceError, StreamoffError
 from streamoff.runtime.downloading import Terms
-from streamoff.runtime.jobs import open_job
+from streamoff.runtime.jobs import ConsumerEnd, open_job
 from streamoff.runtime.threads import run_in_thread
 from streamoff.types import MIB, OutcomeStatus
 
-from ..disks import crumbled, tmpfs
+from ..disks import crumbled, fill, image, tmpfs
 from .world import (
     Attempt,
     ComputedSource,
+    Gate,
     Hooked,
     assert_pattern,
     assert_same,
@@ -26,6 +27,7 @@ from .world import (
     disk,
     files,
     memory,
+    not_the_first,
     state_dict,
     swept,
     tasks,
@@ -129,3 +131,38 @@ async def test_a_disk_that_cannot_be_written_ends_a_download_typed(tmp_path):
         await run_in_thread(
             partial(subprocess.run, ["rm", "-r", str(tmp_path / "moved away")], check=True)
         )
+
+
+@pytest.mark.parametrize("how", ["caller", "job"])
+async def test_a_full_disk_is_the_reason_also_when_the_run_is_aborted_meanwhile(tmp_path, how):
+    """A thread that finds the disk full while its download is being cancelled is what gets reported."""
+    gate, attempt = Gate(), Attempt()
+    with image(tmp_path / "disk", tmp_path / "image", "ext2") as mount:
+        async with world() as w, tasks(gate) as group:
+            async with open_job("job", w.server, scratch=mount) as job:
+                tx, ref = w.offer(ComputedSource(9 * MIB))
+                terms = Terms(
+                    landing=lambda layout: Hooked(job.landing(layout), write=not_the_first(gate))
+                )
+                group.start_soon(attempt.run, partial(job.download, ref, terms))
+                await gate.reached()
+                await run_in_thread(fill, mount)
+                if how == "job":
+                    job.close()
+                else:
+                    attempt.scope.cancel()
+                assert (await tx.wait()).status is OutcomeStatus.FAILED  # the source knows already
+                assert not attempt.over.is_set()
+                gate.open()
+                await attempt.over.wait()
+            [consumer] = job.report.consumers
+            assert consumer.end is ConsumerEnd.FAILED
+            assert consumer.error == "cannot write: the file system is full"
+            assert job.report.removed
+            if how == "job":
+                assert isinstance(attempt.error, NoSpaceError)
+                assert attempt.error.where["needed"] == 4 * MIB
+                assert attempt.error.where["path"].name == "payload.safetensors.part"
+            else:
+                assert attempt.cancelled
+        w.assert_idle()

@@ -184,6 +184,7 @@ class Transfer:
         self._landing_now: ByteRange | None = None
         self._lack: _Lack | None = None
         self._state: State | None = None
+        self._fault: StreamoffError | None = None
         self.defect: BaseException | None = None
 
     # --- for the owner ----------------------------------------------------------------------------
@@ -201,6 +202,15 @@ class Transfer:
         """The source is known to be dead."""
         self._step(m.Noticed(self._now(), error))
 
+    @property
+    def cause(self) -> BaseException | None:
+        """Why it brought nothing; None if it did, or has not ended.
+
+        A landing whose thread had to be waited for when the transfer was cancelled may have failed for a
+        reason of its own: then that is the cause, and not the cancellation.
+        """
+        return self.defect or self._fault or self.record.cause
+
     def result(self) -> State:
         """The payload.
 
@@ -208,10 +218,8 @@ class Transfer:
             StreamoffError: The first real cause, with the story of the transfer.
             BaseException: A defect of ours, or an interrupt that struck it.
         """
-        if self.defect is not None:
-            raise self.defect
-        if self.record.cause is not None:
-            raise self.record.cause
+        if self.cause is not None:
+            raise self.cause
         if self._state is None:
             raise InvariantError("ended without a payload", story=self.story.lines())
         return self._state
@@ -549,7 +557,11 @@ class Transfer:
 
     def _take(self, event: m.DownloadEvent) -> None:
         """Take what became of a piece of work."""
+        cancelled = self.record.state is DownloadState.CANCELLED
         self._step(event)
+        if isinstance(event, m.LandingFailed) and cancelled:
+            self._fault = event.error
+            event.error.story = self.story.lines()
         if isinstance(event, m.Planned) and not self.record.missing and not self.record.ended:
             self._step(m.LandedAll(self._now(), ByteRange(0, 0)))
         if not isinstance(event, m.LandingFailed):
@@ -680,7 +692,7 @@ class Transfer:
                 assert self._landing is not None
                 self._state = await self._off_loop(self._landing.finish)
         except Exception as error:  # noqa: BLE001 - whatever a landing raises ends its own transfer
-            self._step(m.LandingFailed(self._now(), self._landing_error(error)))
+            self._take(m.LandingFailed(self._now(), self._landing_error(error)))
         else:
             self._step(m.Finalised(self._now()))
 
@@ -722,8 +734,8 @@ class Transfer:
         return error.located(site=self.ref.source, ref=self.ref.id)
 
     def _log(self) -> None:
-        record = self.record
-        if record.cause is None:
+        record, cause = self.record, self.cause
+        if cause is None:
             logger.debug("%s from %s: %d bytes", self.ref.id, self.ref.source, self.ref.size)
         else:
             logger.info(
@@ -733,7 +745,7 @@ class Transfer:
                 record.state.value,
                 record.landed.nbytes,
                 self.ref.size,
-                record.cause.what,
+                cause.what if isinstance(cause, StreamoffError) else repr(cause),
             )
 
 

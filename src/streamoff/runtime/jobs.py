@@ -265,7 +265,7 @@ class Job:
         try:
             return await self.endpoint.run_transfer(transfer, self._start_download)
         except TransferError as error:
-            if self._closing.is_set() and transfer.record.state is DownloadState.CANCELLED:
+            if self._closing.is_set() and _is_cancelled(transfer):
                 raise JobClosedError(error.what, job=self.name, story=error.story) from error
             raise
 
@@ -336,8 +336,9 @@ class Job:
             raise
         try:
             directory = root.new_transfer()
-        except BaseException:
+        except StreamoffError as error:
             charge.release()
+            error.located(needed=nbytes)
             raise
         return directory, charge, lambda path: root.reclaim(path, charge.release)
 
@@ -443,9 +444,8 @@ class Job:
         return ConsumerEnd.CUT if self.record.cut else ConsumerEnd.CANCELLED
 
     def _note_download(self, transfer: Transfer, started: float) -> None:
-        error = transfer.defect or transfer.record.cause
-        cancelled = transfer.defect is None and transfer.record.state is DownloadState.CANCELLED
-        end = ConsumerEnd.CANCELLED if cancelled else ConsumerEnd.FAILED
+        error = transfer.cause
+        end = ConsumerEnd.CANCELLED if _is_cancelled(transfer) else ConsumerEnd.FAILED
         self.bytes_landed += 0 if error is not None else transfer.record.landed.nbytes
         self._note(_name(transfer), ConsumerEnd.FINISHED if error is None else end, started, error)
 
@@ -803,6 +803,12 @@ def _seconds(start: float | None, stop: float | None) -> float:
 
 def _name(transfer: Transfer) -> str:
     return f"download {transfer.ref.id} from {transfer.ref.source}"
+
+
+def _is_cancelled(transfer: Transfer) -> bool:
+    """Whether it ended because somebody cancelled it, and for no reason of its own."""
+    record = transfer.record
+    return record.state is DownloadState.CANCELLED and transfer.cause is record.cause
 
 
 async def _hop(limiter: anyio.CapacityLimiter, call: Callable[[], Any]) -> Any:

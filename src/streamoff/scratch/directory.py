@@ -216,8 +216,9 @@ def _check_ram(where: Filesystem, parent: Path, setting: RamBacked) -> None:
 
 
 def _refused(error: OSError, what: str, path: Path) -> ScratchError | NoSpaceError:
+    free, code = free_space(path.parent), errno.errorcode.get(error.errno or 0, "unknown")
     if error.errno not in _FULL:
-        return ScratchError(f"{what} ({error.strerror})", path=path)
+        return ScratchError(f"{what} ({error.strerror})", free=free, code=code, path=path)
     inodes = free_inodes(path.parent)
     text = f"{what}: no inodes left" if inodes == 0 else f"{what} ({error.strerror})"
-    return NoSpaceError(text, path=path, free=free_space(path.parent), inodes=inodes)
+    return NoSpaceError(text, free=free, inodes=inodes, code=code, path=path)

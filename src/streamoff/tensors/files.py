@@ -124,7 +124,7 @@ def translated(path: Path, what: str, needed: int | None = None) -> Iterator[Non
         free, inodes = _space(path)
         if error.errno not in _NO_SPACE:
             raise LandingError(
-                f"cannot {what} ({error.strerror})", path=path, needed=needed, free=free, code=code
+                f"cannot {what} ({error.strerror})", needed=needed, free=free, code=code, path=path
             ) from error
         if error.errno == errno.EDQUOT:
             lacking = "the user's disk quota is spent"
@@ -134,11 +134,11 @@ def translated(path: Path, what: str, needed: int | None = None) -> Iterator[Non
             lacking = "the file system is full"
         raise NoSpaceError(
             f"cannot {what}: {lacking}",
-            path=path,
             needed=needed,
             free=free,
             inodes=inodes if inodes == 0 else None,
             code=code,
+            path=path,
         ) from error
 
 
