@@ -185,7 +185,7 @@ def smaller(scenario: MachineScenario) -> Iterator[MachineScenario]:
         "reading",
         "landing",
     ):
-        calm = replace(scenario.faults, **{name: getattr(CALM, name)})
+        calm = _with(scenario.faults, name, getattr(CALM, name))
         if calm != scenario.faults:
             yield replace(scenario, faults=calm)
     for index, site in enumerate(scenario.sites):
@@ -209,7 +209,13 @@ def smaller(scenario: MachineScenario) -> Iterator[MachineScenario]:
         "tombstones",
     ):
         if getattr(scenario, name) != getattr(plainest, name):
-            yield replace(scenario, **{name: getattr(plainest, name)})
+            yield _with(scenario, name, getattr(plainest, name))
+
+
+def _with(item: T, name: str, value: object) -> T:
+    """The same but for one field."""
+    changed: T = _with(item, name, value)
+    return changed
 
 
 def _without(items: tuple[T, ...], index: int) -> tuple[T, ...]:

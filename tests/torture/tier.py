@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from streamoff.errors import StreamoffError
 
-__all__ = ["Failure", "Tally", "Tier", "ViolationError", "run_seeds", "shrink"]
+__all__ = ["Failure", "Tally", "Tier", "ViolationError", "leaves", "run_seeds", "shrink"]
 
 
 class ViolationError(AssertionError):
@@ -104,16 +104,18 @@ class Failure:
         )
 
 
-def leaf(error: BaseException) -> BaseException:
-    """The first error inside groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors inside groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 def what_of(error: BaseException) -> str:
     """How to tell whether two runs fail in the same way."""
-    inner = leaf(error)
+    inner = next(leaves(error))
     if isinstance(inner, (StreamoffError, ViolationError)):
         return f"{type(inner).__name__}: {inner.what}"
     return type(inner).__name__
@@ -135,7 +137,7 @@ def shrink(tier: Tier, seed: int, scenario: Any, error: Exception) -> Failure:
 
 
 def _told(error: BaseException) -> str:
-    inner = leaf(error)
+    inner = next(leaves(error))
     place = ""
     trace = inner.__traceback__
     while trace is not None:

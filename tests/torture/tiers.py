@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .tier import Tier
 
 __all__ = ["machines", "shell"]
@@ -14,7 +16,7 @@ def machines() -> Tier:
     return Machines()
 
 
-def shell(backend: str) -> Tier:
+def shell(backend: Literal["asyncio", "trio"]) -> Tier:
     """The shell tier; it loads torch."""
     from .shell import Shell
 
