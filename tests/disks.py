@@ -8,11 +8,21 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-__all__ = ["break_down", "cached_bytes", "crumbled", "fill", "image", "read_only", "tmpfs"]
+__all__ = [
+    "break_down",
+    "cached_bytes",
+    "crumbled",
+    "fill",
+    "image",
+    "memory_limit",
+    "read_only",
+    "tmpfs",
+]
 
 
 @contextmanager
@@ -93,6 +103,56 @@ def fill(directory: Path, *, but: int = 0) -> Path:
         except OSError:
             pass
     return hog
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A memory cgroup; a process joins it by writing its id to ``procs``."""
+
+    directory: Path
+    version: int
+
+    @property
+    def procs(self) -> Path:
+        """Where processes join."""
+        return self.directory / "cgroup.procs"
+
+    @property
+    def peak(self) -> int:
+        """The most that was in use at once, page cache included, in bytes."""
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        return int((self.directory / name).read_text())
+
+    @property
+    def hits(self) -> int:
+        """How often the limit was hit, so that memory had to be reclaimed."""
+        if self.version == 1:
+            return int((self.directory / "memory.failcnt").read_text())
+        events = (self.directory / "memory.events").read_text().split()
+        return int(events[events.index("max") + 1])
+
+
+@contextmanager
+def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
+    """Make a memory cgroup, of whichever version this machine has, or skip where that is not allowed."""
+    name = f"streamoff-test-{os.getpid()}"
+    for version, top, setting in (
+        (1, Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (2, Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        directory = top / name
+        try:
+            directory.mkdir()
+        except OSError:
+            continue
+        try:
+            if (directory / setting).exists():
+                (directory / setting).write_text(str(nbytes))
+                yield MemoryLimit(directory, version)
+                return
+        finally:
+            directory.rmdir()
+    pytest.skip("no memory cgroup can be made here")
 
 
 def crumbled(directory: Path) -> list[Path]:
