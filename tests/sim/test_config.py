@@ -39,6 +39,8 @@ def test_the_defaults_are_valid_and_frozen() -> None:
         ({"recipe": None}, "recipe"),
         ({"backend": "curio"}, "backend"),
         ({"aggregation": "fast"}, "aggregation"),
+        ({"durable": 1}, "durable"),
+        ({"page_cache": "flush"}, "page_cache"),
         ({"min_responses": 0}, "min_responses"),
         ({"min_responses": 9}, "min_responses"),
         ({"model": Path("a.safetensors")}, "model"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamoff.errors import UsageError
-from streamoff.sim.config import AGGREGATIONS, BACKENDS, RECIPES, TASKS
+from streamoff.sim.config import AGGREGATIONS, BACKENDS, PAGE_CACHES, RECIPES, TASKS
 from streamoff.sim.sizes import parse_size
 
 __all__ = ["build_parser"]
@@ -74,6 +74,18 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     _add_task(parser)
     files = parser.add_argument_group("files")
     _add_scratch_directory(files)
+    files.add_argument(
+        "--durable",
+        action="store_true",
+        help="wait until what is written is on stable storage",
+    )
+    files.add_argument(
+        "--page-cache",
+        choices=PAGE_CACHES,
+        default="keep",
+        help="drop: keep landed updates and models out of the page cache, for small memory limits;"
+        " default: %(default)s",
+    )
     files.add_argument(
         "--output",
         type=Path,

@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         seed=args.seed,
         scratch=args.scratch,
+        durable=args.durable,
+        page_cache=args.page_cache,
         output=args.output,
         min_responses=args.min_responses,
     )

@@ -9,11 +9,12 @@ from streamoff.errors import UsageError
 from streamoff.scratch.names import RootName
 from streamoff.sim.shapes import check_shapes
 
-__all__ = ["AGGREGATIONS", "BACKENDS", "RECIPES", "TASKS", "SimulationConfig"]
+__all__ = ["AGGREGATIONS", "BACKENDS", "PAGE_CACHES", "RECIPES", "TASKS", "SimulationConfig"]
 
 RECIPES: Final = ("fedavg",)
 TASKS: Final = ("digits", "checkpoint")
 AGGREGATIONS: Final = ("columnar", "in-time")
+PAGE_CACHES: Final = ("keep", "drop")
 BACKENDS: Final = ("asyncio", "trio")
 
 _CHOICES: Final = {
@@ -21,6 +22,7 @@ _CHOICES: Final = {
     "task": TASKS,
     "aggregation": AGGREGATIONS,
     "backend": BACKENDS,
+    "page_cache": PAGE_CACHES,
 }
 _RANGES: Final = {"sites": (1, 100_000), "rounds": (1, 1_000_000), "seed": (0, 2**63 - 1)}
 
@@ -43,6 +45,8 @@ class SimulationConfig:
         backend: One of :data:`BACKENDS`.
         seed: Of everything random, 0 to 2**63 - 1.
         scratch: Existing directory for job roots, or None: the temporary directory.
+        durable: Wait until what is written is on stable storage.
+        page_cache: One of :data:`PAGE_CACHES`: whether what is written and read may stay in the page cache.
         output: Where the final model is published; its directory must exist, a file there is replaced.
         min_responses: Contributions that close a round, 1 to ``sites``, or None: all.
 
@@ -63,6 +67,8 @@ class SimulationConfig:
     backend: str = "asyncio"
     seed: int = 0
     scratch: Path | None = None
+    durable: bool = False
+    page_cache: str = "keep"
     output: Path = Path("model.safetensors")
     min_responses: int | None = None
 

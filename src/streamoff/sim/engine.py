@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
@@ -89,6 +90,10 @@ class _Simulation:
         self._job = job
         self._sites = tuple(f"site-{number}" for number in range(1, config.sites + 1))
         self._network = MemoryNetwork()
+        self._storage: dict[str, Any] = {
+            "durable": config.durable,
+            "page_cache": config.page_cache,
+        }
         self._rows: list[RoundRow] = []
         self._ended: list[PublisherStatistics] = []
 
@@ -131,13 +136,13 @@ class _Simulation:
             aggregation=_AGGREGATIONS[config.aggregation],  # type: ignore[arg-type]
             enable_tensor_disk_offload=config.offload,
             server_expected_format="pytorch",
-            persistor=FilePersistor(config.output),
+            persistor=FilePersistor(config.output, **self._storage),
             evaluate=task.evaluate,
             observer=self._observer,
             seed=config.seed,
         )
         async with (
-            open_job(self._job, server, scratch=config.scratch) as job,
+            open_job(self._job, server, scratch=config.scratch, **self._storage) as job,
             workflow.run(job, self._sites) as rounds,
         ):
             async for finished in rounds:
@@ -151,7 +156,9 @@ class _Simulation:
         async with Endpoint(name, transports=[self._network]) as endpoint:
             await endpoint.connect(SERVER)
             if task.landing == "disk":
-                async with open_job(self._job, endpoint, scratch=self._config.scratch) as job:
+                async with open_job(
+                    self._job, endpoint, scratch=self._config.scratch, **self._storage
+                ) as job:
                     context = DecodeContext(tensors="disk", job=job)
                     await self._serve(endpoint, work, context, task_status)
             else:
