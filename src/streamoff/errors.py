@@ -96,16 +96,23 @@ class StreamoffError(Exception):
                 self.where.setdefault(name, value)
         return self
 
-    def __str__(self) -> str:
+    def line(self, *known: str) -> str:
+        """The message without the story; what a log says.
+
+        Args:
+            known: Facts of ``where`` that the reader has from elsewhere.
+        """
         parts = [self.what]
         if self.expected is not None or self.got is not None:
             parts.append(f"expected {_short(self.expected)}, got {_short(self.got)}")
         text = ": ".join(parts)
-        if self.where:
-            facts = ", ".join(f"{name}={_short(value)}" for name, value in self.where.items())
-            text += f" [{facts}]"
-        if self.hint:
-            text += f". {self.hint}"
+        where = {name: value for name, value in self.where.items() if name not in known}
+        if where:
+            text += f" [{', '.join(f'{name}={_short(value)}' for name, value in where.items())}]"
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def __str__(self) -> str:
+        text = self.line()
         if self.story:
             text += "\n  story:\n    " + "\n    ".join(self.story)
         return text

@@ -101,7 +101,7 @@ def assert_idle(endpoint: Endpoint) -> None:
     """No transaction, stream, download or unacknowledged message is left."""
     found = endpoint.statistics()
     assert (found.publisher.open, found.publisher.streams) == (0, 0), found
-    assert (found.downloads, found.mailbox.unacked) == (0, 0), found
+    assert (found.downloads.active, found.mailbox.unacked) == (0, 0), found
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -121,7 +121,7 @@ async def test_a_forged_notice_is_not_believed_and_costs_the_link(source):
         )
         await settled_tasks()
         assert not liar.alive()
-        assert w.server.statistics().notices == 0
+        assert w.server.statistics().downloads.known_dead == 0
         assert not liar.frames
 
 
@@ -147,7 +147,7 @@ async def test_many_refs_are_told_in_several_notices():
     async with world() as w:
         refs = [f"r{number}" for number in range(1000)]
         assert await w.site.notify_failure(["server"], "site-1", refs, "lost") == {"server": ""}
-        assert w.server.statistics().notices == 1000
+        assert w.server.statistics().downloads.known_dead == 1000
         with pytest.raises(SourceFailedError):
             w.server.transfer(ref_of("site-1", "r999"), memory())
 
@@ -166,7 +166,7 @@ async def test_what_is_remembered_of_notices_is_bounded():
         for batch in range(40):
             refs = [f"r{batch}-{number}" for number in range(250)]
             await w.site.notify_failure(["server"], "site-1", refs, "lost")
-        assert w.server.statistics().notices == 4096
+        assert w.server.statistics().downloads.known_dead == 4096
         with pytest.raises(SourceFailedError):
             w.server.transfer(ref_of("site-1", "r39-249"), memory())
 

@@ -315,7 +315,7 @@ class World:
         assert resources.reading_threads == 0
         for endpoint in (self.server, *self.sites):
             statistics = endpoint.statistics()
-            assert statistics.downloads == 0
+            assert statistics.downloads.active == 0
             assert statistics.publisher.open == statistics.publisher.settling == 0
             assert statistics.publisher.streams == 0
 

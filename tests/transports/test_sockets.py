@@ -83,7 +83,7 @@ async def idle(*endpoints: BaseEndpoint) -> None:
 
     def busy(endpoint: BaseEndpoint) -> object:
         found, resources = endpoint.statistics(), endpoint.resources
-        open_here = found.downloads or found.publisher.open or found.publisher.streams
+        open_here = found.downloads.active or found.publisher.open or found.publisher.streams
         return open_here or resources.pool.lent or resources.active
 
     await settled(lambda: not any(map(busy, endpoints)))

@@ -136,7 +136,10 @@ class Messages:
             try:
                 return self._endpoint.open_parcel(parcel)
             except StreamoffError as error:
-                logger.warning(
+                self._endpoint.lines.tell(
+                    logger,
+                    logging.WARNING,
+                    "message dropped",
                     "%s: a message of %s on %r was dropped: %s",
                     self._endpoint.address,
                     parcel.sender,

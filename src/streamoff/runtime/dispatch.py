@@ -12,7 +12,7 @@ from streamoff.runtime.messages import Mailbox
 from streamoff.runtime.notices import Notifier
 from streamoff.runtime.publishing import Publisher
 from streamoff.runtime.relay import Relay
-from streamoff.runtime.sparing import SparingLog
+from streamoff.runtime.sparing import Lines
 from streamoff.types import Address
 from streamoff.wire.frames import (
     Ack,
@@ -48,6 +48,7 @@ class Dispatcher:
         mailbox: Exchanges messages.
         notifier: Waits for answers to its failure notices.
         relay: Sends on what is for others.
+        lines: The endpoint's log.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Dispatcher:
         mailbox: Mailbox,
         notifier: Notifier,
         relay: Relay,
+        lines: Lines,
     ) -> None:
         self._me = links.me
         self._links = links
@@ -67,8 +69,9 @@ class Dispatcher:
         self._mailbox = mailbox
         self._notifier = notifier
         self._relay = relay
-        self._log_ignored = SparingLog(logger, logging.WARNING)
-        self._log_dropped = SparingLog(logger, logging.WARNING)
+        self._lines = lines
+        self.ignored = 0
+        """Frames that made no sense, of endpoints that are no neighbours; for reading."""
 
     # --- links ------------------------------------------------------------------------------------
 
@@ -115,7 +118,8 @@ class Dispatcher:
             if frame.sender == driver.peer:
                 self._drop(driver, error)
             else:
-                self._log_ignored("%s ignores %s: %s", self._me, frame.sender, error)
+                self.ignored += 1
+                self._warn("frame ignored", "%s ignores %s: %s", frame.sender, error)
 
     def _forward(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:
         """Send a frame of others on its way, or say that there is none."""
@@ -127,8 +131,11 @@ class Dispatcher:
             self._relay.forward(onward, inbound, driver.peer)
 
     def _drop(self, driver: LinkDriver, error: StreamoffError) -> None:
-        self._log_dropped("%s drops the link to %s: %s", self._me, driver.peer, error)
+        self._warn("link dropped", "%s drops the link to %s: %s", driver.peer, error)
         driver.lose(error)
+
+    def _warn(self, kind: str, text: str, about: Address, error: StreamoffError) -> None:
+        self._lines.tell(logger, logging.WARNING, kind, text, self._me, about, error)
 
     def _handle(self, driver: LinkDriver, frame: Routed, inbound: Inbound) -> None:  # noqa: C901, PLR0912 - a dispatch
         match frame:
@@ -178,7 +185,8 @@ class Dispatcher:
             why = f"{frame.code.value}: {frame.detail}"
             self._mailbox.on_refused(frame.sender, frame.id, why)
         elif frame.of is FrameType.NOTICE:
-            self._notifier.on_rejected(frame.sender, frame.id, frame.detail)
+            why = f"{frame.code.value}: {frame.detail}" if frame.detail else frame.code.value
+            self._notifier.on_rejected(frame.sender, frame.id, why)
         elif transfer := self._downloads.of(frame.id, frame.sender):
             transfer.on_error(frame)
 
@@ -188,5 +196,7 @@ class Dispatcher:
             return
         if frame.of is FrameType.MESSAGE:
             self._mailbox.on_refused(frame.address, frame.about, f"{frame.address} is unreachable")
+        elif frame.of is FrameType.NOTICE:
+            self._notifier.on_unreachable(frame.address, frame.about)
         elif transfer := self._downloads.of(frame.about, frame.address):
             transfer.unreachable()

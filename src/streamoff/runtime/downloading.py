@@ -38,6 +38,7 @@ from streamoff.runtime.link import Inbound
 from streamoff.runtime.resources import Resources
 from streamoff.runtime.signal import Signal
 from streamoff.runtime.space import SpaceQueue, Turn
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.tensors.digests import chunk_digest
@@ -107,12 +108,22 @@ class Wire:
 
     Args:
         address: The endpoint's own.
-        send: Queues a routed frame.
+        send: Queues a routed frame; loses it if there is no way.
+        can_reach: Whether there is a way to an address now.
+        lines: The endpoint's log.
     """
 
-    def __init__(self, address: Address, send: Callable[[Routed], None]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        send: Callable[[Routed], None],
+        can_reach: Callable[[Address], bool],
+        lines: Lines,
+    ) -> None:
         self.address = address
         self.send = send
+        self.can_reach = can_reach
+        self.lines = lines
         self.streams: dict[int, Transfer] = {}
 
     def new_stream(self, transfer: Transfer) -> int:
@@ -141,6 +152,7 @@ class Transfer:
         resources: Of this event loop.
         timers: The endpoint's clock.
         wire: The endpoint's half: queues frames and knows stream ids.
+        job: Whose it is, for errors and the log.
         chunk: Bytes of the largest chunk that the link carries.
     """
 
@@ -155,13 +167,19 @@ class Transfer:
         timers: Timers,
         wire: Wire,
         chunk: int = CHUNK_BYTES,
+        job: str | None = None,
     ) -> None:
         self.ref = ref
+        self.job = job
         self.terms = terms
         self.record = Download(ref=ref, budgets=terms.budgets, mine=mine)
         self.story = Story(f"download {ref.id} from {ref.source}")
         self.closed = anyio.Event()
         self.stream = 0
+        self.attempts = 0
+        self.began = timers.now()
+        self.farewell = ""
+        self.left_behind = False
         self._theirs = theirs
         self._resources = resources
         self._wire = wire
@@ -246,7 +264,6 @@ class Transfer:
                     self._struck(error)
                     if not isinstance(error, Exception):
                         raise
-                    logger.exception("a defect ends %s from %s", self.ref.id, self.ref.source)
                 finally:
                     self._wire.forget(self)
                     await self._clean_up()
@@ -254,7 +271,6 @@ class Transfer:
             self._resources.active -= 1
             self._timer.cancel()
             self._probe.cancel()
-            self._log()
             self.closed.set()
 
     def _struck(self, error: BaseException) -> None:
@@ -341,6 +357,7 @@ class Transfer:
 
     def on_acked(self) -> None:
         """The source knows that we have it."""
+        self.farewell = "the source has acknowledged it"
         self._step(m.ConfirmAcked(self._now()))
 
     def link_lost(self) -> None:
@@ -396,6 +413,7 @@ class Transfer:
             case m.SendConfirm():
                 self._confirm(effect)
             case m.SendCancel():
+                self._note_farewell()
                 self._wire.send(
                     Cancel(
                         to=self.ref.source,
@@ -415,6 +433,7 @@ class Transfer:
     def _open(self) -> None:
         """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
         self._asked.clear()
+        self.attempts += 1
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
         here = self.record.landed or self._inbox or self._landing_now is not None
@@ -432,7 +451,12 @@ class Transfer:
             )
         )
 
+    def _note_farewell(self) -> None:
+        told = self._wire.can_reach(self.ref.source)
+        self.farewell = "the source was told" if told else "no way to tell the source"
+
     def _confirm(self, effect: m.SendConfirm) -> None:
+        self._note_farewell()
         self._wire.send(
             Confirm(
                 to=self.ref.source,
@@ -572,8 +596,8 @@ class Transfer:
             return
         try:
             self.terms.progress(self.record.landed.nbytes, self.record.wanted.nbytes)
-        except Exception:
-            logger.exception("a progress callback failed")
+        except Exception as error:  # noqa: BLE001 - whoever wrote it must act, not this
+            self._tell_fault("progress", "%s: a progress callback of %s failed", error)
 
     async def _off_loop(self, fn: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Call what blocks in a landing thread; what is over sooner than a hop takes, here."""
@@ -717,8 +741,13 @@ class Transfer:
         if landing is not None:
             try:
                 await self._off_loop(landing.discard)
-            except Exception:
-                logger.exception("what %s left cannot be discarded", self.ref.id)
+            except Exception as error:  # noqa: BLE001 - the transfer has its own cause
+                self.left_behind = True
+                self._tell_fault("discard", "%s: what %s left cannot be discarded", error)
+
+    def _tell_fault(self, kind: str, text: str, error: Exception) -> None:
+        facts = (self._wire.address, self.ref.id)
+        self._wire.lines.tell(logger, logging.ERROR, kind, text, *facts, exc_info=error)
 
     def _landing_error(self, error: Exception) -> StreamoffError:
         if not isinstance(error, StreamoffError):
@@ -731,22 +760,7 @@ class Transfer:
         return self._located(error)
 
     def _located(self, error: StreamoffError) -> StreamoffError:
-        return error.located(site=self.ref.source, ref=self.ref.id)
-
-    def _log(self) -> None:
-        record, cause = self.record, self.cause
-        if cause is None:
-            logger.debug("%s from %s: %d bytes", self.ref.id, self.ref.source, self.ref.size)
-        else:
-            logger.info(
-                "%s from %s %s after %d of %d bytes: %s; nothing left on disk",
-                self.ref.id,
-                self.ref.source,
-                record.state.value,
-                record.landed.nbytes,
-                self.ref.size,
-                cause.what if isinstance(cause, StreamoffError) else repr(cause),
-            )
+        return error.located(site=self.ref.source, ref=self.ref.id, job=self.job)
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from anyio.abc import TaskGroup
 from streamoff.errors import UsageError
 from streamoff.runtime.dispatch import Dispatcher
 from streamoff.runtime.downloading import Terms, Transfer
-from streamoff.runtime.downloads import Downloads
+from streamoff.runtime.downloads import Downloads, DownloadStatistics
 from streamoff.runtime.links import Links, Transport
 from streamoff.runtime.messages import Mailbox, MailboxStatistics
-from streamoff.runtime.notices import Notifier
+from streamoff.runtime.notices import Notifier, NotifierStatistics
 from streamoff.runtime.publishing import (
     OutcomeCallback,
     Publisher,
@@ -32,6 +32,7 @@ from streamoff.runtime.publishing import (
 )
 from streamoff.runtime.relay import Relay, RelayStatistics
 from streamoff.runtime.resources import Resources
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timers
 from streamoff.tensors.sources import Source
 from streamoff.tensors.state import State
@@ -44,15 +45,35 @@ __all__ = ["BaseEndpoint", "ClosesWithEndpoint", "EndpointStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class EndpointStatistics:
-    """A snapshot of one endpoint."""
+    """A snapshot of one endpoint; counters since it was entered, those of links since it was made.
+
+    Args:
+        links: In service.
+        links_made: Put into service.
+        links_lost: Taken out of it.
+        links_refused: Handshakes that failed here.
+        downloads: What it pulls.
+        publisher: What it serves.
+        mailbox: Messages.
+        notifier: Failure notices that it sends.
+        relay: What it forwards.
+        frames_ignored: Of endpoints that are no neighbours, and made no sense.
+        lines_left_out: Of the log: counted, not told.
+        timers: Set.
+    """
 
     links: int
-    downloads: int
-    mailbox: MailboxStatistics
-    notices: int
-    timers: int
-    relay: RelayStatistics
+    links_made: int
+    links_lost: int
+    links_refused: int
+    downloads: DownloadStatistics
     publisher: PublisherStatistics
+    mailbox: MailboxStatistics
+    notifier: NotifierStatistics
+    relay: RelayStatistics
+    frames_ignored: int
+    lines_left_out: int
+    timers: int
 
 
 class ClosesWithEndpoint(Protocol):
@@ -114,13 +135,13 @@ class BaseEndpoint:
     # --- life -------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        traffic = self._assemble()
+        self._dispatcher = self._assemble()
         self._own = anyio.CancelScope(shield=True)
         self._tasks: TaskGroup = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._keep_time)
         try:
-            self.links.open(self._tasks, self.timers, traffic)
+            self.links.open(self._tasks, self.timers, self._dispatcher, self.lines)
         except BaseException:
             self._own.cancel()
             await self._tasks.__aexit__(None, None, None)
@@ -131,8 +152,16 @@ class BaseEndpoint:
         """Make the parts of this life, and what takes frames to them."""
         self.resources = Resources.current()
         self.timers = Timers()
+        self.lines = Lines(self.timers)
         links = self.links
-        self.mailbox = Mailbox(self.address, links.send, links.can_reach, self.limits)
+        self.mailbox = Mailbox(
+            address=self.address,
+            send=links.send,
+            can_reach=links.can_reach,
+            limits=self.limits,
+            timers=self.timers,
+            lines=self.lines,
+        )
         self.publisher = Publisher(
             address=self.address,
             capabilities=self.capabilities,
@@ -140,6 +169,7 @@ class BaseEndpoint:
             send=links.send,
             serve=links.serve,
             resources=self.resources,
+            lines=self.lines,
         )
         self.downloads = Downloads(
             links=links,
@@ -147,6 +177,7 @@ class BaseEndpoint:
             limits=self.limits,
             resources=self.resources,
             timers=self.timers,
+            lines=self.lines,
         )
         self.relay = Relay(
             address=self.address,
@@ -155,8 +186,16 @@ class BaseEndpoint:
             send=links.send,
             serve=links.serve,
             crowded=links.crowded,
+            lines=self.lines,
         )
-        self.notifier = Notifier(address=self.address, timers=self.timers, send=links.send)
+        self.notifier = Notifier(
+            address=self.address,
+            capabilities=self.capabilities,
+            capabilities_of=links.capabilities_of,
+            timers=self.timers,
+            send=links.send,
+            lines=self.lines,
+        )
         return Dispatcher(
             links=links,
             publisher=self.publisher,
@@ -164,6 +203,7 @@ class BaseEndpoint:
             mailbox=self.mailbox,
             notifier=self.notifier,
             relay=self.relay,
+            lines=self.lines,
         )
 
     async def __aexit__(
@@ -181,6 +221,8 @@ class BaseEndpoint:
             if error is not None and group.exceptions == (error,):
                 return False  # the body's own error is not wrapped
             raise
+        finally:
+            self.lines.close()
 
     async def _close(self) -> None:
         """End everything, jobs within their windows, then let the last frames out and close the links."""
@@ -205,6 +247,7 @@ class BaseEndpoint:
                     await self.links.flush()
         finally:
             self.links.close()
+            self.mailbox.give_up(why)
             self.notifier.close()
             self._own.cancel()
 
@@ -216,12 +259,17 @@ class BaseEndpoint:
         """A snapshot."""
         return EndpointStatistics(
             links=len(self.links.live),
-            downloads=len(self.downloads),
-            mailbox=self.mailbox.statistics(),
-            notices=len(self.downloads.notices),
-            timers=len(self.timers),
-            relay=self.relay.statistics(),
+            links_made=self.links.made,
+            links_lost=self.links.lost,
+            links_refused=self.links.refused,
+            downloads=self.downloads.statistics(),
             publisher=self.publisher.statistics(),
+            mailbox=self.mailbox.statistics(),
+            notifier=self.notifier.statistics(),
+            relay=self.relay.statistics(),
+            frames_ignored=self._dispatcher.ignored,
+            lines_left_out=self.lines.left_out,
+            timers=len(self.timers),
         )
 
     # --- links ------------------------------------------------------------------------------------
@@ -262,8 +310,8 @@ class BaseEndpoint:
             on_settled=on_settled,
         )
 
-    def transfer(self, ref: Ref, terms: Terms) -> Transfer:
-        """Prepare a download; :meth:`run_transfer` runs it.
+    def transfer(self, ref: Ref, terms: Terms, job: str | None = None) -> Transfer:
+        """Prepare a download, for a job or for nobody in particular; :meth:`run_transfer` runs it.
 
         Raises:
             SourceFailedError: The owner of the source has said that it is dead. Nothing was sent.
@@ -272,7 +320,7 @@ class BaseEndpoint:
         """
         if self._closing:
             raise UsageError("the endpoint is closing", got=self.address)
-        return self.downloads.prepare(ref, terms)
+        return self.downloads.prepare(ref, terms, job)
 
     async def notify_failure(
         self, receivers: Iterable[str], source: str, refs: Iterable[str], reason: str

@@ -12,12 +12,12 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, TypeVarTuple, Unpack
 
 import anyio
@@ -65,6 +65,7 @@ __all__ = [
     "ConsumerReport",
     "Job",
     "JobReport",
+    "JobStatistics",
     "open_job",
 ]
 
@@ -103,6 +104,33 @@ class ConsumerReport:
     end: ConsumerEnd
     seconds: float
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatistics:
+    """A snapshot of one job root.
+
+    Args:
+        state: Of the root.
+        downloads: That land under it now.
+        consumers: At work now.
+        serves: Transactions that serve its files now.
+        reads: Of its files, at this moment.
+        ends: How many of all these have ended in which way.
+        bytes_used: Scratch it is charged for.
+        bytes_peak: The most of it at once.
+        bytes_landed: Of downloads that brought their payload.
+    """
+
+    state: JobRootState
+    downloads: int
+    consumers: int
+    serves: int
+    reads: int
+    ends: Mapping[ConsumerEnd, int]
+    bytes_used: int
+    bytes_peak: int
+    bytes_landed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +289,7 @@ class Job:
         Cancellation: cancels the transfer at its source and removes what had landed.
         """
         self._admit(Admission.ALL)
-        transfer = self.endpoint.transfer(ref, terms)
+        transfer = self.endpoint.transfer(ref, terms, self.name)
         try:
             return await self.endpoint.run_transfer(transfer, self._start_download)
         except TransferError as error:
@@ -353,9 +381,24 @@ class Job:
             JobClosedError: The root is draining.
         """
         self._admit(Admission.SERVES)
+        tx.job = self.name
         if tx.outcome is None and tx not in self._serves:
             self._serves[tx] = anyio.current_time()
             tx.on_settled.append(lambda _outcome: self._served(tx))
+
+    def statistics(self) -> JobStatistics:
+        """A snapshot."""
+        return JobStatistics(
+            state=self.record.state,
+            downloads=len(self._downloads),
+            consumers=len(self._consumers),
+            serves=len(self._serves),
+            reads=self.guard.reads,
+            ends=MappingProxyType(dict(self._ends)),
+            bytes_used=self.ledger.used,
+            bytes_peak=self.ledger.peak,
+            bytes_landed=self.bytes_landed,
+        )
 
     @property
     def report(self) -> JobReport:

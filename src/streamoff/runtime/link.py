@@ -25,6 +25,7 @@ from streamoff.errors import (
 )
 from streamoff.runtime.pool import Buffer
 from streamoff.runtime.signal import Signal
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.types import MIB, Address
 from streamoff.wire.frames import Frame, Hello, Message, Ping
@@ -186,6 +187,7 @@ class LinkDriver:
         uplink: Whether this end dialled it as its way out.
         timers: The endpoint's clock.
         dispatch: Called with every frame but ping, in order, without awaiting.
+        lines: The endpoint's log.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class LinkDriver:
         uplink: bool,
         timers: Timers,
         dispatch: Callable[[LinkDriver, Inbound], None],
+        lines: Lines,
     ) -> None:
         self.link = link
         self.mine = mine
@@ -206,6 +209,7 @@ class LinkDriver:
         self.uplink = uplink
         self.cause: StreamoffError | None = None
         self._dispatch = dispatch
+        self._lines = lines
         self._control: deque[Frame] = deque()
         self._control_bytes = 0
         self._bulk: deque[Deferred] = deque()
@@ -307,13 +311,17 @@ class LinkDriver:
         try:
             await work()  # type: ignore[misc]
         except InvariantError as error:
-            logger.exception("a defect ends the link to %s", self.peer)
+            self._tell_defect(error)
             self.lose(error)
         except StreamoffError as error:
             self.lose(error)
-        except Exception as error:
-            logger.exception("a defect ends the link to %s", self.peer)
+        except Exception as error:  # noqa: BLE001 - it is told, and ends this link only
+            self._tell_defect(error)
             self.lose(LinkLostError("a defect ended the link", got=repr(error), peer=self.peer))
+
+    def _tell_defect(self, error: Exception) -> None:
+        text = "a defect ends the link to %s"
+        self._lines.tell(logger, logging.ERROR, "defect", text, self.peer, exc_info=error)
 
     async def flush(self) -> None:
         """Wait until the transport has taken everything or the link is lost; the caller bounds it."""

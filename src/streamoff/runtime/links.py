@@ -19,9 +19,9 @@ from anyio.abc import TaskGroup
 from streamoff.errors import LinkLostError, StreamoffError, UnreachableError, UsageError
 from streamoff.runtime.handshake import shake_hands
 from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver, Listener
-from streamoff.runtime.sparing import SparingLog
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timers
-from streamoff.types import Address
+from streamoff.types import Address, Capability
 from streamoff.wire.frames import Hello, Routed
 from streamoff.wire.handshake import Accepted, judge
 from streamoff.wire.routes import choose
@@ -112,18 +112,19 @@ class Links:
         self._instances: OrderedDict[Address, bytes] = OrderedDict()
         self._scopes: set[anyio.CancelScope] = set()
         self._stopped = False
-        self._log_refused = SparingLog(logger, logging.INFO)
-        self._log_lost = SparingLog(logger, logging.INFO)
+        self.made = self.lost = self.refused = 0
+        """Links that were put into service, that are not any more, and handshakes that failed; for reading."""
 
     # --- life -------------------------------------------------------------------------------------
 
-    def open(self, tasks: TaskGroup, timers: Timers, traffic: Traffic) -> None:
+    def open(self, tasks: TaskGroup, timers: Timers, traffic: Traffic, lines: Lines) -> None:
         """Listen on every transport.
 
         Args:
             tasks: Where the tasks of the links run.
             timers: The endpoint's clock.
             traffic: What travels over the links.
+            lines: The endpoint's log.
 
         Raises:
             UsageError: The address is taken. This end listens nowhere.
@@ -131,6 +132,7 @@ class Links:
         self._tasks = tasks
         self._timers = timers
         self._traffic = traffic
+        self._lines = lines
         try:
             for transport in self._transports:
                 serve = transport.listen(self.me, self._accept)
@@ -180,6 +182,11 @@ class Links:
         uplink = self.uplink if self.uplink in self.live else None
         via = choose(to, self.live, uplink, me=self.me, came_from=came_from)
         return None if via is None else self.live[via]
+
+    def capabilities_of(self, address: Address) -> frozenset[Capability] | None:
+        """What a neighbour can do, as far as both have named it; None: it is behind others, or not there."""
+        way = self.way(address)
+        return way.accepted.capabilities if way is not None and way.peer == address else None
 
     def can_reach(self, to: Address) -> bool:
         """Whether there is a way to an address now."""
@@ -281,7 +288,9 @@ class Links:
             try:
                 driver = await self._shake_hands(link, dialled=None)
             except StreamoffError as error:
-                self._log_refused("%s refused a link: %s", self.me, error)
+                self.refused += 1
+                text = "%s refused a link: %s"
+                self._lines.tell(logger, logging.INFO, "link refused", text, self.me, error)
                 return
             finally:
                 settled.set()
@@ -310,6 +319,7 @@ class Links:
             uplink=dialled is not None and dialled == self.uplink,
             timers=self._timers,
             dispatch=self._traffic.dispatch,
+            lines=self._lines,
         )
 
     # --- in service -------------------------------------------------------------------------------
@@ -319,10 +329,13 @@ class Links:
         cause = await driver.run()
         if self.live.get(driver.peer) is driver:
             self._take_out_of_service(driver)
-        self._log_lost("%s lost the link to %s: %s", self.me, driver.peer, cause.what)
+        self.lost += 1
+        text, why = "%s lost the link to %s: %s", cause.line("peer")
+        self._lines.tell(logger, logging.INFO, "link lost", text, self.me, driver.peer, why)
 
     def _put_into_service(self, driver: LinkDriver) -> None:
         """Use a link from now on; what was under way on a former one to the same peer is lost."""
+        self.made += 1
         peer = driver.peer
         former = self.live.get(peer)
         if driver.accepted.supersedes:

@@ -18,6 +18,8 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError, StreamoffError, UnreachableError, UsageError
+from streamoff.runtime.sparing import Lines
+from streamoff.runtime.timers import Timers
 from streamoff.tensors.views import nbytes
 from streamoff.types import MIB, Address
 from streamoff.wire.codec import encode
@@ -141,11 +143,26 @@ class _Unacked:
 
 @dataclass(frozen=True, slots=True)
 class MailboxStatistics:
-    """A snapshot."""
+    """A snapshot; counters since the endpoint started.
+
+    Args:
+        subscriptions: Topics that have a reader.
+        queued: Messages that wait for their readers.
+        queued_bytes: Their bodies.
+        unacked: Messages sent and not answered.
+        repeated: Messages that were sent again over a new link.
+        undelivered: Messages that were refused, or not acknowledged in time.
+        refused: Messages of others that were refused: nobody reads their topic, or too many wait.
+        remembered: Message ids by which a repeated one is known.
+    """
 
     subscriptions: int
     queued: int
+    queued_bytes: int
     unacked: int
+    repeated: int
+    undelivered: int
+    refused: int
     remembered: int
 
 
@@ -157,19 +174,27 @@ class Mailbox:
         send: Queues a frame on the way to its address; loses it if there is none.
         can_reach: Whether there is a way to an address now.
         limits: Of topics.
+        timers: The endpoint's clock.
+        lines: The endpoint's log.
     """
 
     def __init__(
         self,
+        *,
         address: Address,
         send: Callable[[Routed], None],
         can_reach: Callable[[Address], bool],
         limits: Limits,
+        timers: Timers,
+        lines: Lines,
     ) -> None:
         self._address = address
         self._send = send
         self._can_reach = can_reach
         self._limits = limits
+        self._lines = lines
+        self._timer = timers.timer(self._give_up_late)
+        self._repeated = self._undelivered = self._refused = 0
         self._subscriptions: dict[str, Subscription] = {}
         self._unacked: OrderedDict[int, _Unacked] = OrderedDict()
         self._seen: OrderedDict[tuple[Address, bytes, int], None] = OrderedDict()
@@ -182,9 +207,16 @@ class Mailbox:
         return MailboxStatistics(
             subscriptions=len(self._subscriptions),
             queued=sum(len(one) for one in self._subscriptions.values()),
+            queued_bytes=self._queued_bytes(),
             unacked=len(self._unacked),
+            repeated=self._repeated,
+            undelivered=self._undelivered,
+            refused=self._refused,
             remembered=len(self._seen),
         )
+
+    def _queued_bytes(self) -> int:
+        return sum(one.nbytes for one in self._subscriptions.values())
 
     # --- receiving --------------------------------------------------------------------------------
 
@@ -231,8 +263,8 @@ class Mailbox:
                 via,
                 uplink,
             )
-            waiting = sum(one.nbytes for one in self._subscriptions.values())
-            if waiting + nbytes(frame.body) > MAX_QUEUED_BYTES or not subscription.put(parcel):
+            too_large = self._queued_bytes() + nbytes(frame.body) > MAX_QUEUED_BYTES
+            if too_large or not subscription.put(parcel):
                 self._refuse(frame, ErrorCode.BUSY, "too many messages wait already")
                 return
             self._seen[key] = None
@@ -241,6 +273,9 @@ class Mailbox:
         self._send(Ack(to=frame.sender, sender=self._address, of=AckOf.MESSAGE, id=frame.id))
 
     def _refuse(self, frame: Message, code: ErrorCode, detail: str) -> None:
+        self._refused += 1
+        text = "%s refused a message of %s on %r: %s"
+        self._tell("refused", text, frame.sender, frame.topic, detail)
         self._send(
             Error(
                 to=frame.sender,
@@ -280,7 +315,7 @@ class Mailbox:
             LimitError: Too many messages are unacknowledged, or the message is too large.
             UsageError: Not a topic. Nothing was sent.
         """
-        self._give_up()
+        self._give_up_late()
         if not self._can_reach(to):
             raise UnreachableError("no way to the receiver", peer=to)
         if len(self._unacked) >= MAX_UNACKED:
@@ -299,6 +334,7 @@ class Mailbox:
         encode(frame, self._limits)  # refused here, and not by the link, which would not survive it
         give_up_at = anyio.current_time() + UNACKED_SECONDS
         self._unacked[frame.id] = _Unacked(frame, give_up_at, on_answer)
+        self._timer.at(min(self._timer.due, give_up_at))
         self._send(frame)
         return frame.id
 
@@ -308,18 +344,24 @@ class Mailbox:
 
     def repeat(self, along: Callable[[Address], bool]) -> None:
         """A new way: send again what has not been acknowledged and goes that way."""
-        self._give_up()
         for waiting in tuple(self._unacked.values()):
             if along(waiting.frame.to):
+                self._repeated += 1
                 self._send(waiting.frame)
 
-    def _give_up(self) -> None:
+    def _give_up_late(self) -> None:
         """Repeat no more what was sent too long ago."""
         now = anyio.current_time()
-        while self._unacked and next(iter(self._unacked.values())).give_up_at <= now:
-            _, waiting = self._unacked.popitem(last=False)
-            what = "a message was not acknowledged"
-            _answer(waiting, UnreachableError(what, peer=waiting.frame.to))
+        while self._unacked and (first := next(iter(self._unacked.values()))).give_up_at <= now:
+            seconds = f"within {UNACKED_SECONDS:g} s"
+            self._answered(
+                first.frame.to,
+                first.frame.id,
+                UnreachableError(
+                    "a message was not acknowledged", expected=seconds, peer=first.frame.to
+                ),
+            )
+        self._timer.at(next((one.give_up_at for one in self._unacked.values()), None))
 
     def on_acked(self, sender: Address, message: int) -> None:
         """The receiver has it."""
@@ -332,20 +374,35 @@ class Mailbox:
 
     def _answered(self, sender: Address, message: int, error: StreamoffError | None) -> None:
         waiting = self._unacked.get(message)
-        if waiting is not None and waiting.frame.to == sender:
-            del self._unacked[message]
-            _answer(waiting, error)
+        if waiting is None or waiting.frame.to != sender:
+            return
+        del self._unacked[message]
+        if error is not None:
+            self._undelivered += 1
+            text = "%s: a message to %s on %r was not delivered: %s"
+            why = error.line("peer")
+            self._tell("not delivered", text, waiting.frame.to, waiting.frame.topic, why)
+        if waiting.on_answer is not None:
+            try:
+                waiting.on_answer(error)
+            except Exception as failure:  # noqa: BLE001 - whoever wrote it must act, not this
+                text = "%s: a callback of message %d failed"
+                facts = (self._address, waiting.frame.id)
+                self._lines.tell(logger, logging.ERROR, "callback", text, *facts, exc_info=failure)
+
+    def _tell(self, kind: str, text: str, *args: object) -> None:
+        self._lines.tell(logger, logging.INFO, kind, text, self._address, *args)
+
+    # --- the way out ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End every subscription and repeat nothing any more."""
+        """End every subscription; what was sent can still be acknowledged."""
         for subscription in tuple(self._subscriptions.values()):
             subscription.close()
-        self._unacked.clear()
 
-
-def _answer(waiting: _Unacked, error: StreamoffError | None) -> None:
-    if waiting.on_answer is not None:
-        try:
-            waiting.on_answer(error)
-        except Exception:
-            logger.exception("a callback of message %d failed", waiting.frame.id)
+    def give_up(self, why: str) -> None:
+        """Wait for no acknowledgement any more: there will be none."""
+        for message, waiting in tuple(self._unacked.items()):
+            error = UnreachableError("a message was not acknowledged", got=why)
+            self._answered(waiting.frame.to, message, error)
+        self._timer.cancel()

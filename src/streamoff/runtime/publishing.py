@@ -15,7 +15,6 @@ import xxhash
 
 from streamoff.errors import (
     InvariantError,
-    PeerError,
     SourceChangedError,
     StreamoffError,
     UsageError,
@@ -23,9 +22,11 @@ from streamoff.errors import (
 from streamoff.machines import serving as s, transaction as m
 from streamoff.machines.story import Story
 from streamoff.machines.tombstones import Tombstones
+from streamoff.runtime.endings import End, Endings, end_of_outcome, failures, some
 from streamoff.runtime.link import Deferred, Inbound
 from streamoff.runtime.pool import Buffer
 from streamoff.runtime.resources import MAX_WINDOW, Resources
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.tensors.sources import Source
@@ -75,13 +76,30 @@ OutcomeCallback = Callable[[Outcome], object]
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """A snapshot of an endpoint's transactions; counters since it started."""
+    """A snapshot of an endpoint's transactions; counters since it started.
+
+    Args:
+        open: Transactions that still wait for a receiver.
+        settling: Those that only wait for chunks that a link is reading.
+        completed: Outcomes.
+        failed: Outcomes.
+        aborted: Outcomes.
+        ended: The same with the failed ones told apart.
+        slots_failed: Slots that failed on some ref of a transaction that has ended.
+        refused: Requests that were refused: strangers, wrong tickets, ranges and tensors that are not there.
+        tombstones: Refs of settled transactions that still answer.
+        streams: Receivers with an open ref, counted per ref.
+        bytes_served: Handed to links.
+    """
 
     open: int
     settling: int
     completed: int
     failed: int
     aborted: int
+    ended: Mapping[End, int]
+    slots_failed: int
+    refused: int
     tombstones: int
     streams: int
     bytes_served: int
@@ -111,6 +129,9 @@ class Transaction:
         self.rendering: set[_Serve] = set()
         self.settled = anyio.Event()
         self.timer: Timer | None = None
+        self.job: str | None = None
+        """Whose file it serves, if it does, for the log."""
+        self.source_kept = False
         self.header_digests = {
             ref: xxhash.xxh3_128_digest(source.layout.header) for ref, source in sources.items()
         }
@@ -245,6 +266,8 @@ class Publisher:
         timers: The endpoint's clock.
         send: Queues a frame on the way to its address; loses it if there is none.
         serve: Queues a chunk on the way to an address; drops it if there is none.
+        resources: Of this event loop.
+        lines: The endpoint's log.
         tombstones: Settled transactions that still answer.
     """
 
@@ -257,6 +280,7 @@ class Publisher:
         send: Callable[[Routed], None],
         serve: Callable[[Address, Deferred], None],
         resources: Resources,
+        lines: Lines,
         tombstones: Tombstones[RefId, m.Transaction] | None = None,
     ) -> None:
         self.address = address
@@ -273,7 +297,11 @@ class Publisher:
         self._number = count(1)
         self._remembered = 0
         self._closed = False
-        self._ends = dict.fromkeys(OutcomeStatus, 0)
+        self._lines = lines
+        self._endings = Endings("transaction", logger, address, lines)
+        self._statuses = Counter[OutcomeStatus]()
+        self._slots_failed = 0
+        self._refused = 0
         self._bytes_served = 0
 
     # --- for the owner ----------------------------------------------------------------------------
@@ -355,9 +383,12 @@ class Publisher:
         return PublisherStatistics(
             open=states.count(m.TransactionState.OPEN),
             settling=states.count(m.TransactionState.SETTLING),
-            completed=self._ends[OutcomeStatus.COMPLETED],
-            failed=self._ends[OutcomeStatus.FAILED],
-            aborted=self._ends[OutcomeStatus.ABORTED],
+            completed=self._statuses[OutcomeStatus.COMPLETED],
+            failed=self._statuses[OutcomeStatus.FAILED],
+            aborted=self._statuses[OutcomeStatus.ABORTED],
+            ended=self._endings.snapshot(),
+            slots_failed=self._slots_failed,
+            refused=self._refused,
             tombstones=len(self._buried),
             streams=len(self._streams),
             bytes_served=self._bytes_served,
@@ -439,6 +470,8 @@ class Publisher:
 
     def on_cancel(self, frame: Cancel) -> None:
         """A receiver gives up, or declines before it began."""
+        if Capability.CANCEL not in self._capabilities:
+            return
         record = self._record(frame.ref)
         slot = None if record is None else m.admit(record, frame.ticket, frame.sender)
         if slot is not None:
@@ -479,7 +512,6 @@ class Publisher:
     def source_failed(self, tx: Transaction, error: Exception) -> None:
         """The bytes cannot be had: end the transaction with the cause."""
         kind = "source_changed" if isinstance(error, SourceChangedError) else "source_failed"
-        logger.warning("%s of %s: %s", kind, tx.id, error)
         what = error.what if isinstance(error, StreamoffError) else str(error)
         self.abort(tx, clip(f"{kind}: {what}", 256))
 
@@ -528,6 +560,10 @@ class Publisher:
         return tx, origin, slot, ref
 
     def _refuse(self, frame: Routed, stream: int, code: ErrorCode, detail: str) -> None:
+        self._refused += 1
+        text = "%s refused %s of %s: %s: %s"
+        facts = (self.address, type(frame).__name__.lower(), frame.sender, code.value, detail)
+        self._lines.tell(logger, logging.INFO, "request refused", text, *facts)
         self._send(
             Error(
                 to=frame.sender,
@@ -543,7 +579,8 @@ class Publisher:
         before = tx.record
         try:
             tx.record, effects = m.step(before, event)
-        except PeerError as error:
+        except StreamoffError as error:
+            error.story = tx.story.lines()
             raise error.located(transaction=tx.id) from None
         after = tx.record
         tx.story.tell(event.now, event, before.state, after.state, effects)
@@ -588,9 +625,10 @@ class Publisher:
             case m.ReleaseSource():
                 self._release(tx)
             case m.RecordOutcome():
-                self._bury(tx, effect.outcome)
+                self._bury(tx)
             case m.WakeWaiters():
                 tx.settled.set()
+                self._tell_end(tx, effect.outcome)
 
     def _answer_open(self, tx: Transaction, effect: s.AnswerOpen) -> None:
         layout = tx.sources[effect.ref].layout
@@ -653,26 +691,43 @@ class Publisher:
             verdict = tx.record.servings[slot, ref].verdict
             if verdict.verdict is Verdict.FAILED:
                 self._error(origin, _code(verdict.reason), verdict.reason)
-        if outcome.status is OutcomeStatus.COMPLETED:
-            logger.debug("%s %s", tx.id, outcome.reason)
-        else:
-            logger.info("%s %s: %s", tx.id, outcome.status.value, outcome.reason)
         for callback in tx.on_settled:
             try:
                 callback(outcome)
-            except Exception:
-                logger.exception("a callback of %s failed", tx.id)
+            except Exception as error:  # noqa: BLE001 - nobody's failure skips another
+                self._fault("callback", "%s: a callback of %s failed", tx, error)
 
-    @staticmethod
-    def _release(tx: Transaction) -> None:
+    def _release(self, tx: Transaction) -> None:
         for source in tx.sources.values():
             try:
                 source.close()
-            except Exception:
-                logger.exception("a source of %s failed to close", tx.id)
+            except Exception as error:  # noqa: BLE001 - nobody's failure skips another
+                tx.source_kept = True
+                self._fault("source", "%s: a source of %s failed to close", tx, error)
 
-    def _bury(self, tx: Transaction, outcome: Outcome) -> None:
-        self._ends[outcome.status] += 1
+    def _fault(self, kind: str, text: str, tx: Transaction, error: Exception) -> None:
+        self._lines.tell(logger, logging.ERROR, kind, text, self.address, tx.id, exc_info=error)
+
+    def _tell_end(self, tx: Transaction, outcome: Outcome) -> None:
+        failed = failures(outcome)
+        self._statuses[outcome.status] += 1
+        self._slots_failed += len(failed)
+        served = sum(end.nbytes for ends in outcome.slots.values() for end in ends.values())
+        completed = outcome.status is OutcomeStatus.COMPLETED
+        self._endings(
+            end_of_outcome(outcome),
+            seconds=outcome.settled_at - tx.record.created,
+            where={
+                "job": tx.job,
+                "site": some(outcome.slots),
+                "ref": some(tx.record.refs),
+            },
+            cause="" if completed else "; ".join(filter(None, (outcome.reason, some(failed)))),
+            cleaned=f"{served} bytes served; {_let_go(tx)}",
+            story=() if completed else tx.story.lines(),
+        )
+
+    def _bury(self, tx: Transaction) -> None:
         for origin in tuple(tx.streams):
             self._unbind(tx, origin)
         now, epitaph = self._now(), m.epitaph(tx.record)
@@ -691,6 +746,10 @@ class Publisher:
         for record in forgotten:
             self._remembered -= len(record.slots)
             m.step(record, m.Forgotten(now))
+
+
+def _let_go(tx: Transaction) -> str:
+    return "a source failed to close" if tx.source_kept else "the source was let go"
 
 
 def _read(source: Source, asked: ByteRange, into: memoryview) -> None:

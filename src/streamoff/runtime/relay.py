@@ -7,6 +7,7 @@ A pull that takes long counts for its own stream only: who is slow, or does not 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,10 @@ from typing import Final
 
 import anyio
 
+from streamoff.runtime.endings import some
 from streamoff.runtime.link import Deferred, Inbound
 from streamoff.runtime.pool import Buffer, Tenure
+from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timers
 from streamoff.types import Address
 from streamoff.wire.frames import (
@@ -43,6 +46,8 @@ __all__ = [
     "RelayStatistics",
 ]
 
+logger = logging.getLogger("streamoff.relay")
+
 STREAM_PULLS: Final = 2
 """Chunks of one stream under way through a relay."""
 MAX_ENTRIES: Final = 1024
@@ -61,12 +66,23 @@ Key = tuple[Address, Address, int]
 
 @dataclass(frozen=True, slots=True)
 class RelayStatistics:
-    """A snapshot: streams known, chunks under way, pulls held back, bytes forwarded."""
+    """A snapshot; counters since the endpoint started.
+
+    Args:
+        streams: Known.
+        under_way: Chunks that were asked for and have not left.
+        held: Pulls that wait for their turn.
+        bytes_forwarded: Of chunks.
+        lost: Streams that ended because a link did.
+        unreachable: Frames that went no further, and whose senders were told.
+    """
 
     streams: int
     under_way: int
     held: int
     bytes_forwarded: int
+    lost: int
+    unreachable: int
 
 
 @dataclass(slots=True)
@@ -141,6 +157,7 @@ class Relay:
         send: Queues a frame towards its address; loses it if there is no way.
         serve: Queues a chunk towards an address; drops it if there is no way.
         crowded: Whether too much waits already for the link towards an address.
+        lines: The endpoint's log.
     """
 
     def __init__(
@@ -152,12 +169,15 @@ class Relay:
         send: Callable[[Routed], None],
         serve: Callable[[Address, Deferred], None],
         crowded: Callable[[Address], bool],
+        lines: Lines,
     ) -> None:
         self._address = address
         self._capacity = capacity
         self._send = send
         self._serve = serve
         self._crowded = crowded
+        self._lines = lines
+        self._lost = self._unreachable = 0
         self._streams: dict[Key, _Stream] = {}
         self._turns: dict[Key, None] = {}
         self._entries: Counter[Address] = Counter()
@@ -172,6 +192,8 @@ class Relay:
             under_way=sum(len(one.under_way) for one in self._streams.values()),
             held=sum(len(one.held) for one in self._streams.values()),
             bytes_forwarded=self._bytes,
+            lost=self._lost,
+            unreachable=self._unreachable,
         )
 
     def forward(self, frame: Routed, inbound: Inbound, via: Address) -> None:
@@ -202,11 +224,23 @@ class Relay:
             about = frame.stream
         else:
             return
+        self._unreachable += 1
+        text = "%s has no way to %s for %s of %s"
+        facts = (frame.to, type(frame).__name__.lower(), frame.sender)
+        self._lines.tell(logger, logging.INFO, "no way", text, self._address, *facts)
         self._tell(frame.sender, frame.to, about, type(frame).type)
 
     def lost(self, cut_off: Callable[[Address], bool]) -> None:
         """A link is gone: streams from or to what was behind it are over; receivers are told."""
-        for key in [key for key in self._streams if cut_off(key[0]) or cut_off(key[1])]:
+        over = [key for key in self._streams if cut_off(key[0]) or cut_off(key[1])]
+        if over:
+            self._lost += len(over)
+            text = "%s: %d streams through here end with their link: %s"
+            ways = some(f"{receiver} from {source}" for receiver, source, _ in over)
+            self._lines.tell(
+                logger, logging.INFO, "streams lost", text, self._address, len(over), ways
+            )
+        for key in over:
             self._forget(key)
             receiver, source, stream = key
             if cut_off(source):

@@ -78,6 +78,7 @@ class SocketTransport:
         self.listening: dict[Address, socket.socket] = {}
         self._refused = SparingLog(logger, logging.INFO)
         self._full = SparingLog(logger, logging.WARNING)
+        self._defect = SparingLog(logger, logging.ERROR)
 
     def adopt(self, address: Address, sock: socket.socket, accept: Listener) -> Serve:
         """Accept from a socket that listens, under an address, until :meth:`unlisten`."""
@@ -106,6 +107,8 @@ class SocketTransport:
                 tasks.start_soon(self._take, sock, accept, lobby)
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
+        for line in (self._refused, self._full, self._defect):
+            line.close()
 
     async def _next(self, listener: socket.socket) -> socket.socket | None:
         """The next connection, or None when the listener is closed; it survives every other trouble."""
@@ -140,8 +143,8 @@ class SocketTransport:
                         await _put_away(link, sock)
         except (StreamoffError, OSError) as error:
             why = str(error)
-        except Exception:
-            logger.exception("a defect ends a connection")
+        except Exception as error:  # noqa: BLE001 - it is told, and ends nothing else
+            self._defect("a defect ends a connection", exc_info=error)
             return
         if not greeted:
             self._refused("a connection was refused: %s", why)

@@ -85,7 +85,7 @@ class Load:
         assert self.endpoint is not None
         self.threads = max(self.threads, threading.active_count())
         self.descriptors = max(self.descriptors, sum(1 for _ in Path("/proc/self/fd").iterdir()))
-        self.downloads = max(self.downloads, self.endpoint.statistics().downloads)
+        self.downloads = max(self.downloads, self.endpoint.statistics().downloads.active)
         self._looked += 1
         if self._looked % 25 == 0:  # it is slow to count them
             self.tasks = max(self.tasks, len(anyio.get_running_tasks()))

@@ -143,7 +143,7 @@ class InProcess:
                 try:
                     task = self._checked(message)
                 except StreamoffError as error:
-                    logger.warning("%s: no task: %s", self._endpoint.address, error)
+                    self._tell(logging.WARNING, "no task", "%s: no task: %s", error)
                     message.decline(error.what)
                     continue
                 if task.params is None:
@@ -168,7 +168,7 @@ class InProcess:
             result = await self._made(message, envelope, batch)
             delivery = await self._send(envelope, result)
         except Exception as error:  # noqa: BLE001 - the server is told; it decides what a failed site costs
-            logger.warning("%s: round %d: %s", self._endpoint.address, envelope.round, error)
+            self._tell(logging.WARNING, "failed", "%s: round %d: %s", envelope.round, error)
             message.decline(f"the site failed: {_what(error)}"[:REASON_CHARACTERS])
             await self._report(envelope, error)
             return
@@ -176,18 +176,18 @@ class InProcess:
         try:
             outcome = await delivery.wait()
         except TransferError as error:
-            logger.info("%s: round %d: %s", self._endpoint.address, envelope.round, error)
+            self._tell(logging.INFO, "not heard", "%s: round %d: %s", envelope.round, error)
             return
         except BaseException:
             delivery.cancel("the site is leaving")
             raise
         if outcome.status is not OutcomeStatus.COMPLETED:
-            logger.info(
-                "%s: round %d: the result was not taken: %s",
-                self._endpoint.address,
-                envelope.round,
-                "; ".join(end.reason for refs in outcome.slots.values() for end in refs.values()),
-            )
+            text = "%s: round %d: the result was not taken: %s"
+            why = "; ".join(end.reason for refs in outcome.slots.values() for end in refs.values())
+            self._tell(logging.INFO, "not taken", text, envelope.round, why)
+
+    def _tell(self, level: int, kind: str, text: str, *args: object) -> None:
+        self._endpoint.lines.tell(logger, level, kind, text, self._endpoint.address, *args)
 
     async def _made(self, message: Message, envelope: TaskEnvelope, batch: Batch | None) -> Result:
         """Get the model and train; nothing of the model is kept."""
@@ -278,7 +278,8 @@ class InProcess:
         try:
             await self._deliver(envelope)
         except StreamoffError as unsent:
-            logger.warning("%s: the server was not told: %s", self._endpoint.address, unsent)
+            text = "%s: the server was not told: %s"
+            self._tell(logging.WARNING, "server not told", text, unsent)
 
 
 def _called(train: Train, task: Task) -> tuple[object]:

@@ -267,17 +267,20 @@ class ServerRun:
         opened, site = self._open, message.sender
         if opened is None or site not in opened.sites or not _is_of(message.tree, opened.number):
             now = "no round" if opened is None else f"round {opened.number}"
-            logger.info("job %s: a result of %s is not awaited", self._job.name, site)
+            self._tell("not awaited", "job %s: a result of %s is not awaited", site)
             message.decline(f"the result is not awaited: {now} is open")
             return
         try:
             envelope = ResultEnvelope.of(message.tree, site=site)
         except StreamoffError as error:
-            logger.info("job %s: a result was refused: %s", self._job.name, error)
+            self._tell("refused", "job %s: a result was refused: %s", error)
             message.decline(error.what)
             opened.forfeit(site, reason_of(error))
             return
         opened.hear(message, envelope)
+
+    def _tell(self, kind: str, text: str, about: object) -> None:
+        self._endpoint.lines.tell(logger, logging.INFO, kind, text, self._job.name, about)
 
     # --- models -----------------------------------------------------------------------------------
 
