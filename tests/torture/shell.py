@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,6 +21,7 @@ from streamoff.testing.virtual import virtual_backend
 
 from . import shell_scenario
 from .shell_moves import Moves
+from .shell_processes import Processes, prepare
 from .shell_rounds import Rounds
 from .shell_scenario import ShellScenario
 from .shell_stage import Stage
@@ -48,6 +49,7 @@ class Shell:
         self.name = f"shell --backend {backend}"
         self._backend = backend
         torch.set_num_threads(1)
+        prepare()
         gc.collect()
         gc.freeze()  # what was imported need not be walked by every leak check
 
@@ -66,10 +68,14 @@ class Shell:
             ViolationError: A promise is broken.
         """
         with tempfile.TemporaryDirectory(prefix="torture-") as directory:
-            scratch = Path(directory)
+            scratch = Path(directory) / "scratch"
+            scratch.mkdir()
             check = LeakCheck(scratch)
             with only_expected_logs():
-                tally = self._run(scenario, scratch)
+                if scenario.kind == "processes":
+                    tally = self._run_processes(scenario, scratch, Path(directory))
+                else:
+                    tally = self._run(scenario, scratch)
             if not JANITOR.idle(30.0):
                 raise ViolationError("a janitor that does not come to an end")
             if leaks := check.settle():
@@ -79,12 +85,27 @@ class Shell:
     def _run(self, scenario: ShellScenario, scratch: Path) -> Tally:
         stage = _STAGES[scenario.kind](scenario, scratch)
         _run_in_loop(stage, self._backend)
-        injected = stage.network.injected
-        ends = stage.watch.look_at_the_end(scenario, injected)
-        injected = Counter(injected)
-        injected.update(one.what for one in scenario.endings)
-        injected.update(site.mood for site in scenario.sites if site.mood)
-        return Tally(1, injected, ends)
+        return _tally(stage, scenario, stage.network.injected)
+
+    def _run_processes(self, scenario: ShellScenario, scratch: Path, control: Path) -> Tally:
+        stage = Processes(scenario, scratch, control, self._backend)
+        anyio.run(leaving_no_tasks(stage.run), backend=self._backend)
+        happened = {"cut", "kill", "partition"} if stage.signals else ()
+        tally = _tally(stage, scenario, happened)
+        tally.injected = stage.signals + _own_faults(scenario)
+        return tally
+
+
+def _tally(stage: Stage, scenario: ShellScenario, happened: Iterable[str]) -> Tally:
+    ends = stage.watch.look_at_the_end(scenario, happened)
+    return Tally(1, stage.network.injected + _own_faults(scenario), ends)
+
+
+def _own_faults(scenario: ShellScenario) -> Counter[str]:
+    """What the scenario itself does wrong, beside the network."""
+    return Counter(
+        [one.what for one in scenario.endings] + [one.mood for one in scenario.sites if one.mood]
+    )
 
 
 def _run_in_loop(stage: Stage, backend: Backend) -> None:

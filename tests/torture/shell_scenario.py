@@ -159,7 +159,9 @@ class ShellScenario:
         """Whether anything happens to a site, to its way to the server, or to everybody."""
         mine = {self.name(index)} | ({REGION} if self.sites[index].behind else set())
         at_all = self.endings or self.quota is not None or self.plan.faults != NO_FAULTS
-        return bool(at_all) or any(mine & _places(event) for event in self.plan.events)
+        signalled = any(one.site == index for one in self.signals)
+        events = any(mine & _places(event) for event in self.plan.events)
+        return bool(at_all) or signalled or events
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,7 @@ def _with_processes(scenario: ShellScenario, random: Random) -> ShellScenario:
     """Real time: little of it."""
     signals = tuple(
         Signal(
-            random.uniform(0.0, 1.0),
+            random.uniform(0.0, 0.5),
             random.randrange(len(scenario.sites)),
             random.choice(("kill", "stop", "stop")),
             random.choice((0.1, 0.6, 1.5)),
@@ -305,17 +307,19 @@ def _with_processes(scenario: ShellScenario, random: Random) -> ShellScenario:
     if random.random() < 0.3:
         endings = (Ending("leave", random.uniform(0.0, 0.5)),)
     sites = tuple(
-        replace(site, behind=False, mood=site.mood if site.mood == "fails" else "", trains=0.05)
+        replace(site, behind=False, mood=site.mood if site.mood == "fails" else "", trains=0.1)
         for site in scenario.sites[:3]
     )
     return replace(
         scenario,
         sites=sites,
+        elements=random.choice((200, 150_000, 1_000_000, 4_000_000)),
+        rounds=random.choice((2, 4)),
         signals=tuple(one for one in signals if one.site < len(sites)),
         endings=endings,
         min_responses=1,
-        round_timeout=20.0,
-        cut_off=None,
+        round_timeout=6.0,
+        cut_off=1.0,
         quota=None,
         drain=0.5,
         offload=True,

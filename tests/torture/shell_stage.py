@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import anyio.abc
@@ -22,14 +22,10 @@ from .tier import ViolationError, leaves
 __all__ = ["ControllerError", "Stage"]
 
 JOB: Final = "job"
-LEAVE_SECONDS: Final = 60.0
-"""What sites get to hear that the job is over, before they are ended."""
 READY_SECONDS: Final = 30.0
 """What sites get to be there, before it begins without them."""
 RELAY_SECONDS: Final = 3.0
 """After so long a relay that was killed is back."""
-MOST_SECONDS: Final = 20_000.0
-"""Virtual seconds that a run may take: far more than all budgets together."""
 
 
 class ControllerError(Exception):
@@ -43,6 +39,11 @@ class Stage:
         scenario: What it is made of.
         scratch: Where job roots are made.
     """
+
+    leave_seconds = 60.0
+    """What sites get to hear that the job is over, before they are ended."""
+    most_seconds = 20_000.0
+    """What a run may take: far more than all budgets together."""
 
     def __init__(self, scenario: ShellScenario, scratch: Path) -> None:
         self.scenario = scenario
@@ -81,6 +82,15 @@ class Stage:
         with anyio.move_on_after(READY_SECONDS):
             await self._all_ready.wait()
 
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self._over.is_set()
+
+    def server_options(self) -> dict[str, Any]:
+        """How the server can be reached, and its limits."""
+        return {"transports": [self.network], "limits": self.limits}
+
     # --- running --------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -93,7 +103,7 @@ class Stage:
         self._all_ready = anyio.Event()
         self._cancelled, self._left = anyio.CancelScope(), anyio.CancelScope()
         try:
-            with anyio.fail_after(MOST_SECONDS):
+            with anyio.fail_after(self.most_seconds):
                 async with self.network, anyio.create_task_group() as tasks:
                     for ending in self.scenario.endings:
                         tasks.start_soon(self._end, ending)
@@ -105,9 +115,7 @@ class Stage:
 
     async def _play(self, tasks: anyio.abc.TaskGroup) -> None:
         """Open the server, let everybody do what they do, and close it when the job is over and the sites have left."""
-        async with WatchedEndpoint(
-            SERVER, self.watch, transports=[self.network], limits=self.limits
-        ) as server:
+        async with WatchedEndpoint(SERVER, self.watch, **self.server_options()) as server:
             tasks.start_soon(self._job, server)
             if self.scenario.relayed:
                 tasks.start_soon(self._relay)
@@ -119,15 +127,19 @@ class Stage:
 
     async def _wait_over(self, scope: anyio.CancelScope) -> None:
         await self._over.wait()
-        with anyio.move_on_after(LEAVE_SECONDS):
+        with anyio.move_on_after(self.leave_seconds):
             await self._gone.wait()
         scope.cancel()
 
     async def _sites(self) -> None:
+        await self.run_sites()
+        self._gone.set()
+
+    async def run_sites(self) -> None:
+        """Let every site live."""
         async with anyio.create_task_group() as sites:
             for index in range(len(self.scenario.sites)):
                 sites.start_soon(self._site, index)
-        self._gone.set()
 
     async def _job(self, server: WatchedEndpoint) -> None:
         quota = self.scenario.quota
@@ -177,7 +189,7 @@ class Stage:
                 async with WatchedEndpoint(
                     REGION, self.watch, transports=[self.network], limits=self.limits
                 ) as relay:
-                    await self._connect(relay, SERVER)
+                    await self.connect(relay, SERVER)
                     await anyio.sleep_forever()
             await anyio.sleep(RELAY_SECONDS)
 
@@ -189,14 +201,15 @@ class Stage:
                 async with WatchedEndpoint(
                     name, self.watch, transports=[self.network], limits=self.limits
                 ) as endpoint:
-                    await self._connect(endpoint, self.scenario.uplink(index))
+                    await self.connect(endpoint, self.scenario.uplink(index))
                     await self.take_part(index, endpoint)
             if not life.cancelled_caught or site.restarts is None:
                 return
             await anyio.sleep(site.restarts)
 
     @staticmethod
-    async def _connect(endpoint: WatchedEndpoint, to: str) -> None:
+    async def connect(endpoint: WatchedEndpoint, to: str) -> None:
+        """Dial until somebody answers."""
         while True:
             try:
                 await endpoint.connect(to)

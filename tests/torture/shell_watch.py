@@ -110,6 +110,8 @@ class Watch:
     pulled: list[Pulled] = field(default_factory=list)
     foreign: dict[tuple[str, bytes], bool] = field(default_factory=dict)
     """What other processes say of their transfers: by ref and ticket, whether the payload is there."""
+    silent: set[str] = field(default_factory=set)
+    """Endpoints of other processes that were killed: nobody knows what they have."""
 
     def look_at_the_end(self, scenario: ShellScenario, injected: Iterable[str]) -> Counter[str]:
         """Compare what producers and receivers say.
@@ -137,7 +139,7 @@ class Watch:
         )
         return ends
 
-    def _delivered(self, ref: str, ticket: bytes) -> bool:
+    def delivered(self, ref: str, ticket: bytes) -> bool:
         """Whether a receiver of a slot has its payload."""
         here = any(
             pulled.transfer.record.state is DownloadState.DONE
@@ -159,7 +161,9 @@ class Watch:
             for ref, end in refs.items():
                 if end.verdict is Verdict.PENDING:
                     raise ViolationError("a slot without a verdict", ref, *story)
-                if end.verdict is Verdict.SUCCEEDED and not self._delivered(ref, slot.ticket):
+                known = slot.address not in self.silent
+                succeeded = end.verdict is Verdict.SUCCEEDED
+                if succeeded and known and not self.delivered(ref, slot.ticket):
                     raise ViolationError("a success that nobody has", ref, end, *story)
         completed = all(end.verdict is Verdict.SUCCEEDED for end in ends)
         if completed != (outcome.status is OutcomeStatus.COMPLETED):
