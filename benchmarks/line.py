@@ -27,7 +27,7 @@ RATE_BYTES: Final = 2_500_000
 SERVER, RELAY, SITE = "server", "region", "region.site"
 PORT: Final = 7000
 MODEL_BYTES: Final = 24 * MIB
-QUICK_MODEL_BYTES: Final = 6 * MIB
+QUICK_MODEL_BYTES: Final = 4 * MIB
 BEAT_SECONDS: Final = 0.05
 HEAD_START_SECONDS: Final = 0.5
 """What a model is under way before the first message beside it."""

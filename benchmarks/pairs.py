@@ -87,7 +87,7 @@ class Series:
 def in_turns(
     times: int, nbytes: int, ways: Mapping[str, Callable[[], Sample]]
 ) -> dict[str, Series]:
-    """Do every way once to warm up, then ``times`` times: forwards in even turns and backwards in odd ones.
+    """Do every way once to warm up unless once is all, then ``times`` times: forwards in even turns and backwards in odd ones.
 
     Args:
         times: At least one.
@@ -95,7 +95,7 @@ def in_turns(
         ways: By name.
     """
     found: dict[str, list[Sample]] = {name: [] for name in ways}
-    for turn in range(-1, times):
+    for turn in range(-1 if times > 1 else 0, times):
         for name in reversed(list(ways)) if turn % 2 else ways:
             touch_free_memory(nbytes + nbytes // 4)
             sample = ways[name]()

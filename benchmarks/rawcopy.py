@@ -115,19 +115,19 @@ class ToMemory:
 
     def __init__(self, sock: socket.socket, nbytes: int) -> None:
         self._sock = sock
-        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def run(self) -> None:
         """Ask, receive everything, and say so."""
         self._sock.sendall(_TOKEN)
-        with memoryview(self._memory) as view:
+        with memoryview(self.memory) as view:
             for start in range(0, len(view), BUFFER_BYTES):
                 _fill(self._sock, view[start : start + BUFFER_BYTES])
         self._sock.sendall(_TOKEN)
 
     def free(self) -> None:
         """Return the memory."""
-        self._memory.close()
+        self.memory.close()
 
 
 def _expect(sock: socket.socket) -> None:
