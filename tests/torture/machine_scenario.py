@@ -214,7 +214,7 @@ def smaller(scenario: MachineScenario) -> Iterator[MachineScenario]:
 
 def _with(item: T, name: str, value: object) -> T:
     """The same but for one field."""
-    changed: T = _with(item, name, value)
+    changed: T = replace(item, **{name: value})  # type: ignore[type-var]
     return changed
 
 

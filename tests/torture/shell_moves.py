@@ -75,14 +75,15 @@ class Moves(Stage):
         self, index: int, endpoint: WatchedEndpoint, job: Job, spawn: Callable[..., object]
     ) -> None:
         for number, move in enumerate(self.scenario.moves):
-            if move.receiver == index:
+            through = move.how == "pass"
+            if index == (-1 if through else move.receiver):
                 messages = endpoint.receive(f"move-{number}")
                 spawn(self._receive, number, move, endpoint, job, messages)
-            if move.sender == index:
-                spawn(self._send, number, move, endpoint)
-            if move.how == "pass" and index < 0:
+            if through and index == move.receiver:
                 messages = endpoint.receive(f"passed-{number}")
                 spawn(self._receive_passed, number, move, job, messages)
+            if move.sender == index:
+                spawn(self._send, number, move, endpoint)
         self.ready(index)
 
     # --- the sender -----------------------------------------------------------------------------
@@ -102,7 +103,8 @@ class Moves(Stage):
         await self.wait_ready()
         await anyio.sleep(move.starts)
         tree = {"number": number, "tensors": tensors_of(number, move)}
-        target, through = self.scenario.name(move.receiver), move.how == "pass"
+        through = move.how == "pass"
+        target = SERVER if through else self.scenario.name(move.receiver)
         give_up_at = anyio.current_time() + RETRY_FOR
         delivery: Delivery | None = None
         while delivery is None:
@@ -146,7 +148,8 @@ class Moves(Stage):
                         await self._take(number, move, message, job)
                 case "pass":
                     await anyio.sleep(move.after)
-                    await endpoint.send(SERVER, f"passed-{number}", message.tree)
+                    to = self.scenario.name(move.receiver)
+                    await endpoint.send(to, f"passed-{number}", message.tree)
                 case "ignore":
                     pass
 

@@ -66,8 +66,8 @@ class Move:
         tensors: How many.
         elements: Of each of them.
         starts: Seconds until it is sent.
-        how: What the receiver does with it: takes all of it, or some, declines it, never looks at it, gives up
-            in the middle, or passes it on to the server unseen.
+        how: What becomes of it: the receiver takes all of it, or some, declines it, never looks at it, or gives
+            up in the middle; ``pass``: it goes to the server, which passes it on to the receiver unseen.
         disk: Whether it lands on disk.
         after: Seconds until the receiver gives up, or looks.
         withdrawn: Seconds after which the sender withdraws it; None: never.
@@ -388,7 +388,7 @@ def _without_last_site(scenario: ShellScenario) -> Iterator[ShellScenario]:
 
 def _with(item: T, name: str, value: object) -> T:
     """The same but for one field."""
-    changed: T = _with(item, name, value)
+    changed: T = replace(item, **{name: value})  # type: ignore[type-var]
     return changed
 
 

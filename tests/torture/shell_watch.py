@@ -31,12 +31,12 @@ from streamoff.errors import (
 )
 from streamoff.machines.download import DownloadState
 from streamoff.payload.endpoint import Endpoint
-from streamoff.runtime.downloading import Terms, Transfer
+from streamoff.runtime.downloading import Transfer
 from streamoff.runtime.publishing import Transaction
 from streamoff.tensors.layout import Layout
 from streamoff.tensors.sources import Source
 from streamoff.tensors.views import Views
-from streamoff.types import Address, OutcomeStatus, Ref, Verdict
+from streamoff.types import Address, OutcomeStatus, Verdict
 
 from .shell_scenario import ShellScenario
 from .tier import ViolationError
@@ -229,9 +229,9 @@ class WatchedEndpoint(Endpoint):
         self._watch.published.append(Published(self.address, tx, counted))
         return tx
 
-    def transfer(self, ref: Ref, terms: Terms) -> Transfer:
-        """Prepare a download, and note it if it is begun."""
-        transfer = super().transfer(ref, terms)
+    def transfer(self, *args: Any, **options: Any) -> Transfer:
+        """Prepare a download, and note it."""
+        transfer = super().transfer(*args, **options)
         self._watch.pulled.append(Pulled(self.address, transfer))
         return transfer
 
