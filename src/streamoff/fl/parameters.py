@@ -17,6 +17,7 @@ from streamoff.errors import (
 from streamoff.fl.aggregation.buffers import reserve
 from streamoff.fl.aggregation.engine import NewWriter, Stop, never_stop
 from streamoff.payload.leaves import Batch, TensorRef
+from streamoff.tensors.files import DEFAULT_STORAGE, Storage
 from streamoff.tensors.layout import Layout, plan
 from streamoff.tensors.lazy import open_state
 from streamoff.tensors.state import MemoryState, State
@@ -41,6 +42,7 @@ def load_initial(
     new_writer: NewWriter,
     *,
     to_disk: bool,
+    storage: Storage = DEFAULT_STORAGE,
     stop: Stop = never_stop,
 ) -> State:
     """The first global model as the workflow keeps it; blocks.
@@ -52,6 +54,7 @@ def load_initial(
         initial: Tensors by name, a state, or a safetensors file.
         new_writer: Where a copy goes.
         to_disk: Whether models live on disk.
+        storage: Whether reads leave a file in the page cache.
         stop: Called between blocks of 4 MiB.
 
     Raises:
@@ -61,7 +64,7 @@ def load_initial(
         LandingError, QuotaExceededError: The copy cannot be written.
     """
     if isinstance(initial, (str, Path)):
-        opened = open_state(initial)
+        opened = open_state(initial, storage=storage)
         return opened if to_disk else copy_state(opened, new_writer, stop)
     if not isinstance(initial, (State, Mapping)):
         raise UsageError(

@@ -33,4 +33,5 @@ def make_task(config: SimulationConfig, sites: Sequence[str], directory: Path) -
         model=config.model,
         nbytes=config.model_size,
         shapes=config.site_tensors or "1",
+        storage=config.storage,
     )

@@ -20,6 +20,7 @@ from streamoff.sim.seeds import derive
 from streamoff.sim.shapes import shapes_of
 from streamoff.sim.tasks import GlobalState, TrainResult
 from streamoff.tensors.dtypes import itemsize, torch_dtype
+from streamoff.tensors.files import DEFAULT_STORAGE, Storage
 from streamoff.tensors.layout import Layout, plan
 from streamoff.tensors.lazy import open_state
 from streamoff.tensors.sources import Source
@@ -42,7 +43,9 @@ SAMPLES: Final = 32
 SAMPLE_ELEMENTS: Final = 4096
 
 
-def write_synthetic(path: Path, kind: str, nbytes: int, *, seed: int) -> None:
+def write_synthetic(
+    path: Path, kind: str, nbytes: int, *, seed: int, storage: Storage = DEFAULT_STORAGE
+) -> None:
     """Write a float32 model, block by block.
 
     Args:
@@ -50,13 +53,14 @@ def write_synthetic(path: Path, kind: str, nbytes: int, *, seed: int) -> None:
         kind: Its shapes, see :func:`~streamoff.sim.shapes.shapes_of`.
         nbytes: Its size, as there.
         seed: Of its elements, uniform in ``[-SPREAD, SPREAD)``.
+        storage: How the file is kept.
 
     Raises:
         UsageError: ``nbytes`` does not fit ``kind``.
         LandingError: The file cannot be written; nothing is left of it.
     """
     layout = plan((name, "F32", shape) for name, shape in shapes_of(kind, nbytes))
-    writer = FileWriter(path, layout)
+    writer = FileWriter(path, layout, storage=storage)
     try:
         for spec in layout.specs:
             key = derive(seed, "synthetic", spec.name)
@@ -193,6 +197,7 @@ class Checkpoint:
         model: An existing safetensors file, or None: a synthetic model.
         nbytes: Size of the synthetic model.
         shapes: Shapes of the synthetic model.
+        storage: How the synthetic model is kept.
     """
 
     landing: Literal["memory", "disk"] = "disk"
@@ -206,6 +211,7 @@ class Checkpoint:
         model: Path | None = None,
         nbytes: int | None = None,
         shapes: str = "1",
+        storage: Storage = DEFAULT_STORAGE,
     ) -> None:
         self._sites = {name: CheckpointSite(name, seed=seed) for name in sites}
         self._seed = seed
@@ -213,6 +219,7 @@ class Checkpoint:
         self._model = model
         self._nbytes = nbytes
         self._shapes = shapes
+        self._storage = storage
         self._replay: _Replay | None = None
 
     def initial_state(self) -> Path:
@@ -226,7 +233,9 @@ class Checkpoint:
             if self._nbytes is None:
                 raise UsageError("task checkpoint needs a model or the size of one")
             path = self._directory / "synthetic.safetensors"
-            write_synthetic(path, self._shapes, self._nbytes, seed=self._seed)
+            write_synthetic(
+                path, self._shapes, self._nbytes, seed=self._seed, storage=self._storage
+            )
             self._model = path
         return self._model
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from streamoff.errors import UsageError
 from streamoff.scratch.names import RootName
 from streamoff.sim.shapes import check_shapes
+from streamoff.tensors.files import PageCache, Storage
 
 __all__ = ["AGGREGATIONS", "BACKENDS", "PAGE_CACHES", "RECIPES", "TASKS", "SimulationConfig"]
 
@@ -88,6 +89,12 @@ class SimulationConfig:
             _check_range("min_responses", self.min_responses, 1, self.sites)
         self._check_model()
         self._check_paths()
+
+    @property
+    def storage(self) -> Storage:
+        """How the files of the run are kept."""
+        page_cache: PageCache = "drop" if self.page_cache == "drop" else "keep"
+        return Storage(durable=self.durable, page_cache=page_cache)
 
     def _check_model(self) -> None:
         shaped = {

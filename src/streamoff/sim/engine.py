@@ -30,6 +30,7 @@ from streamoff.sim.memory import MemorySampler, ScratchSampler, warm_torch
 from streamoff.sim.observer import Observer
 from streamoff.sim.report import ModelFile, RoundRow, SimulationReport, TransactionCounts
 from streamoff.sim.tasks import SiteTask, Task
+from streamoff.tensors.files import Storage, drop_cached
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB
 
@@ -90,9 +91,10 @@ class _Simulation:
         self._job = job
         self._sites = tuple(f"site-{number}" for number in range(1, config.sites + 1))
         self._network = MemoryNetwork()
+        storage = config.storage
         self._storage: dict[str, Any] = {
-            "durable": config.durable,
-            "page_cache": config.page_cache,
+            "durable": storage.durable,
+            "page_cache": storage.page_cache,
         }
         self._rows: list[RoundRow] = []
         self._ended: list[PublisherStatistics] = []
@@ -119,7 +121,7 @@ class _Simulation:
                 engine="local",
                 sites=config.sites,
                 rounds=tuple(self._rows),
-                model=await run_in_thread(_published, config.output),
+                model=await run_in_thread(_published, config.output, config.storage),
                 memory=memory.statistics(),
                 scratch=await run_in_thread(scratch.statistics),
                 transactions=_counted(self._ended),
@@ -206,11 +208,13 @@ def _failed(reasons: Mapping[str, str]) -> dict[str, str]:
     return {str(site): reason for site, reason in reasons.items()}
 
 
-def _published(path: Path) -> ModelFile:
+def _published(path: Path, storage: Storage) -> ModelFile:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(MIB):
             digest.update(block)
+            if storage.page_cache == "drop":
+                drop_cached(file.fileno(), 0, file.tell(), written=False)
         return ModelFile(path=path.absolute(), bytes=file.tell(), sha256=digest.hexdigest())
 
 

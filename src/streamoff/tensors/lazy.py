@@ -297,8 +297,18 @@ class LazyStateDict(_Stays, Mapping[str, LazyTensor]):
         return f"LazyStateDict({len(self)} tensors, {self.layout.data_nbytes} bytes)"
 
 
-def open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS) -> LazyStateDict:
+def open_state(
+    path: Path | str,
+    *,
+    limits: HeaderLimits = DEFAULT_LIMITS,
+    storage: Storage = DEFAULT_STORAGE,
+) -> LazyStateDict:
     """Open any existing safetensors file lazily; it stays the caller's, and its pages unverified.
+
+    Args:
+        path: The file.
+        limits: Of its header.
+        storage: Whether reads leave it in the page cache.
 
     Raises:
         TruncatedFileError: The file ends before its header or its data does.
@@ -307,4 +317,4 @@ def open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS) -> La
         OSError: The file cannot be opened or read.
     """
     path = Path(path)
-    return LazyStateDict(path, read_layout(path, limits))
+    return LazyStateDict(path, read_layout(path, limits), storage=storage)

@@ -286,7 +286,9 @@ class ServerRun:
 
     async def _initial(self) -> State:
         settings = self._settings
-        load = partial(load_initial, to_disk=settings.to_disk, stop=check_cut)
+        load = partial(
+            load_initial, to_disk=settings.to_disk, storage=self._job.storage, stop=check_cut
+        )
         state: State = await self._maths(load, settings.initial, self._new_writer)
         return state
 
