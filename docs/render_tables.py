@@ -126,7 +126,7 @@ SUBJECTS: dict[str, Subject] = {
             "everything, for all receivers": _seconds(notice.NOTICE_TOTAL_SECONDS),
             "refs in one notice": f"{notice.NOTICE_REFS}",
             "characters of the reason that are kept": f"{notice.REASON_CHARACTERS}",
-            "refs remembered as dead, per job": f"{tombstones.TOMBSTONES}",
+            "refs remembered as dead": f"{tombstones.TOMBSTONES}",
             "for how long": _seconds(tombstones.TOMBSTONE_SECONDS),
         },
     ),

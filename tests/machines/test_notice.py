@@ -164,6 +164,45 @@ def test_the_book_is_bounded_in_number_and_time() -> None:
     assert book.reason(12.0, SOURCE, "ref-2") is None
 
 
+def test_a_flood_of_one_site_makes_nobody_forget_another() -> None:
+    """However many refs a site declares dead, under whatever names below its own, the words of others stay."""
+    book = n.NoticeBook(capacity=1000, lifetime=1800.0)
+    for site in range(10):
+        source = Address(f"site-{site}")
+        book.enter(0.0, source, source, tuple(f"r{number}" for number in range(50)), "killed")
+    for batch in range(100):
+        liar = Address(f"liar.{batch}")
+        book.enter(1.0, liar, liar, tuple(f"r{batch}-{number}" for number in range(256)), "noise")
+        assert len(book) <= 1000
+    for site in range(10):
+        for number in range(50):
+            assert book.reason(2.0, Address(f"site-{site}"), f"r{number}") == "killed"
+    assert book.reason(2.0, Address("liar.99"), "r99-255") == "noise"
+    assert book.reason(2.0, Address("liar.0"), "r0-0") is None
+
+
+def test_many_sites_share_a_full_book() -> None:
+    """Where all have the same share, each new entry costs an old one, and the newest is always there."""
+    book = n.NoticeBook(capacity=100, lifetime=1800.0)
+    for number in range(1000):
+        source = Address(f"site-{number}")
+        book.enter(float(number), source, source, ("r1",), "killed")
+        assert book.reason(float(number), source, "r1") == "killed"
+    assert len(book) == 100
+    assert len(book._families) == 100
+
+
+def test_what_is_past_its_time_makes_room_first() -> None:
+    """An entry that is still good is not given up for one that is not."""
+    book = n.NoticeBook(capacity=4, lifetime=10.0)
+    old, new = Address("site-1"), Address("site-2")
+    book.enter(0.0, old, old, ("a", "b", "c"), "old")
+    book.enter(9.0, new, new, ("d",), "new")
+    book.enter(11.0, new, new, ("e", "f", "g"), "new")
+    assert [book.reason(11.0, new, ref) for ref in "defg"] == ["new"] * 4
+    assert len(book) == 4
+
+
 def test_a_repeated_notice_refreshes_the_memory() -> None:
     """The owner saying it again makes the entry the newest, with the newer reason."""
     book = n.NoticeBook(capacity=2, lifetime=10.0)

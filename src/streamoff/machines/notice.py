@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from streamoff.errors import LimitError, UnexpectedMessageError
 from streamoff.machines.cells import Blame, Cell, Go, Ignore, Machine, Refuse
 from streamoff.machines.records import replace
-from streamoff.machines.tombstones import Tombstones
+from streamoff.machines.tombstones import TOMBSTONE_SECONDS, TOMBSTONES, Tombstones
 from streamoff.types import Address, RefId
 
 __all__ = [
@@ -240,13 +240,18 @@ def split(refs: Iterable[RefId]) -> Iterator[tuple[RefId, ...]]:
 class NoticeBook:
     """What a receiver was told about dead sources; exact match on (source, ref).
 
+    Sources whose addresses begin alike are of one family. When the book is full the largest family forgets its
+    oldest entry, so that nobody can make it forget what others have said.
+
     Args:
-        capacity: Entries kept.
+        capacity: Entries kept, at least 1.
         lifetime: Seconds an entry is kept.
     """
 
-    def __init__(self, *, capacity: int = 4096, lifetime: float = 1800.0) -> None:
-        self._dead = Tombstones[tuple[Address, RefId], str](capacity=capacity, lifetime=lifetime)
+    def __init__(self, *, capacity: int = TOMBSTONES, lifetime: float = TOMBSTONE_SECONDS) -> None:
+        self._capacity = capacity
+        self._lifetime = lifetime
+        self._families: dict[str, Tombstones[tuple[Address, RefId], str]] = {}
 
     def enter(
         self, now: float, origin: Address, source: Address, refs: tuple[RefId, ...], reason: str
@@ -276,13 +281,37 @@ class NoticeBook:
         if not 1 <= len(refs) <= NOTICE_REFS:
             raise LimitError("notice refs", expected=f"1 to {NOTICE_REFS}", got=len(refs))
         keys = tuple((source, ref) for ref in dict.fromkeys(refs))
+        family = self._families.get(_family(source))
+        if family is None:
+            family = Tombstones(capacity=self._capacity, lifetime=self._lifetime)
+            self._families[_family(source)] = family
         for key in keys:
-            self._dead.bury(now, key, reason[:REASON_CHARACTERS])
+            family.bury(now, key, reason[:REASON_CHARACTERS])
+        self._make_room(now)
         return keys
+
+    def _make_room(self, now: float) -> None:
+        """Forget what is past its time, and then, as far as need be, the oldest of the largest families."""
+        families = self._families
+        if len(self) > self._capacity:
+            for family in families.values():
+                family.expire(now)
+        while (excess := len(self) - self._capacity) > 0:
+            largest = max(families.values(), key=len)  # the first of several
+            *_, second, first = (0, *sorted(map(len, families.values())))
+            for _ in range(max(1, min(excess, first - second))):
+                largest.drop_oldest()
+        for name in [name for name, family in families.items() if not family]:
+            del families[name]
 
     def reason(self, now: float, source: Address, ref: RefId) -> str | None:
         """Why a ref is dead, or None if nobody said so."""
-        return self._dead.get(now, (source, ref))
+        family = self._families.get(_family(source))
+        return None if family is None else family.get(now, (source, ref))
 
     def __len__(self) -> int:
-        return len(self._dead)
+        return sum(map(len, self._families.values()))
+
+
+def _family(source: Address) -> str:
+    return source.partition(".")[0]

@@ -1,7 +1,6 @@
 """Tombstones: the bounded memory that answers late requests.
 
-Bounded in number and in time; at either, the oldest goes first. One book per job, so that a noisy job
-cannot make another one forgetful.
+Bounded in number and in time; at either, the oldest goes first.
 """
 
 from __future__ import annotations
