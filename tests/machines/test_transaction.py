@@ -626,6 +626,32 @@ def test_a_fresh_pull_of_a_finished_ref_is_told_that_it_is_gone() -> None:
     assert gone.verdict.verdict is Verdict.SUCCEEDED
 
 
+def test_what_is_kept_of_a_settled_transaction_answers_as_the_whole_would() -> None:
+    """The epitaph admits the same receivers and gives the same answers, without ranges and outcome."""
+    desk = Desk(2)
+    desk.hand_over()
+    desk.serve(1)
+    desk.abort("deleted")
+    whole, kept = desk.record, t.epitaph(desk.record)
+    assert kept.outcome is None
+    for slot in range(2):
+        address, ticket = Address(f"site-{slot}"), samples.ticket(slot)
+        assert t.admit(kept, ticket, address) == t.admit(whole, ticket, address) == slot
+        origin = desk.origin(slot)
+        for event in (
+            t.OpenRequested(9.0, slot, "ref-1", origin, b"n" * 8, samples.WHOLE, samples.CANCEL),
+            t.ConfirmRequested(9.0, slot, "ref-1", origin, True, samples.NONCE, ""),
+        ):
+            (old,), (new,) = t.step(whole, event)[1], t.step(kept, event)[1]
+            assert isinstance(old, (s.AnswerGone, s.AckConfirm))
+            assert isinstance(new, (s.AnswerGone, s.AckConfirm))
+            assert type(new) is type(old)
+            assert (new.verdict.verdict, new.verdict.reason) == (
+                old.verdict.verdict,
+                old.verdict.reason,
+            )
+
+
 @pytest.mark.parametrize("end", ["deleted", "deadline", "idle_timeout"])
 def test_a_late_request_hears_why_it_failed(end: str) -> None:
     """After an abort or a timeout the same receiver is told the reason, never a success."""

@@ -269,6 +269,13 @@ def test_header_larger_than_its_payload(header_bytes: int, size: int) -> None:
         decode(*forged(FrameType.OPENED, header))
 
 
+def test_more_is_promised_with_an_answer_than_there_is() -> None:
+    """What follows an answer unasked lies within the payload."""
+    header = {**header_of(BY_TYPE[FrameType.OPENED]), "size": 600, "first": 601}
+    with pytest.raises(MalformedFrameError, match="first at most size 600"):
+        decode(*forged(FrameType.OPENED, header))
+
+
 SMALL = Limits(
     link=LinkLimits(message=64 * 1024, chunk=64 * 1024, names=64 * 1024),
     tensors=3,
