@@ -195,7 +195,7 @@ class Server:
         if not self.closed:
             self.closed = True
             for part in self.parts:
-                part.step(p.Closed(why))
+                part.close(why)
             self.model.abort("deleted: the round is over")
         if all(part.record.settled for part in self.parts) and not self.root.draining:
             self._network.after((0.01, 3.0), self.root.close)
@@ -256,7 +256,7 @@ class Server:
         self.root.close()
         self.closed = True
         for part in self.parts:
-            part.step(p.Closed("the job is closing"))
+            part.close("the job is closing")
         return True
 
     def look_at_the_end(self) -> None:
@@ -295,6 +295,12 @@ class Part:
             self._seen.add(message)
             self._offers[message] = pair
             self.step(p.Offered(message))
+
+    def close(self, why: str) -> None:
+        """The round closes: from now on nothing is awaited of the site but the end of what is being cut."""
+        self.step(p.Closed(why))
+        open_ = {ParticipationState.AWAITED, ParticipationState.LANDING}
+        require(self.record.state not in open_, "open in a closed round", self.story, self.record)
 
     def step(self, event: p.ParticipationEvent) -> None:
         """Apply one event and carry out what follows."""

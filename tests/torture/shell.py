@@ -49,7 +49,6 @@ class Shell:
         self.name = f"shell --backend {backend}"
         self._backend = backend
         torch.set_num_threads(1)
-        prepare()
         gc.collect()
         gc.freeze()  # what was imported need not be walked by every leak check
 
@@ -70,6 +69,8 @@ class Shell:
         with tempfile.TemporaryDirectory(prefix="torture-") as directory:
             scratch = Path(directory) / "scratch"
             scratch.mkdir()
+            if scenario.kind == "processes":
+                prepare()
             check = LeakCheck(scratch)
             with only_expected_logs():
                 if scenario.kind == "processes":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing as mp
 import os
@@ -28,8 +29,9 @@ LOOK_SECONDS: Final = 0.01
 """How often a process is looked at: no event tells that it is ready."""
 
 
+@functools.cache
 def prepare() -> None:
-    """Start the process that the sites are forked from: it has loaded everything, and stays."""
+    """Start the process that the sites are forked from: it has loaded everything, and stays. Once is enough."""
     _CONTEXT.set_forkserver_preload(["tests.torture.site_process"])
     warm = _CONTEXT.Process(target=int)
     warm.start()
