@@ -17,6 +17,7 @@ SUITES: Final = {
     "line": "control messages beside a model on a slow line, between network namespaces",
     "control": "what a transfer costs besides its bytes: 10,000 refs of 4 KiB",
     "sites": "1,000 sites of 1 MiB in one event loop",
+    "storage": "files on stable storage, and files kept out of the page cache",
 }
 """Name of a module of this package, with a function ``measure``, to what it measures."""
 PEERED: Final = ("transfer", "giant")

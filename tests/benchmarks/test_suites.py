@@ -24,6 +24,7 @@ FIGURES = {
     "relay": {"relay_vs_direct", "relay_growth_mib"},
     "fanout": {"fanout_vs_raw", "source_growth_mib"},
     "line": {"control_latency_seconds"},
+    "storage": {"write_mib_per_second_keep", "read_mib_per_second_drop"},
 }
 """Suite to what it must find."""
 
