@@ -93,6 +93,10 @@ class Child:
         """Tell it to do something and wait for what it says; raises as :meth:`answer`."""
         return self.answer(self.order(what, **facts))
 
+    def kill(self) -> None:
+        """End it in the middle of whatever it does."""
+        self._process.kill()
+
     def _line(self, until: float) -> bytes:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()

@@ -45,6 +45,10 @@ GATES: Final[Mapping[str, Gate]] = {
     "source_growth_mib": Gate(at_most=16.0, at_any_size=True),
     "relay_growth_mib": Gate(at_most=16.0, at_any_size=True),
     "control_latency_seconds": Gate(at_most=0.2),
+    "overrun_seconds": Gate(at_most=0.25, at_any_size=True),
+    "cancel_p99_ms": Gate(at_most=50.0),
+    "notice_p99_ms": Gate(at_most=50.0),
+    "left_entries": Gate(at_most=0.0, at_any_size=True),
 }
 """Figure to bound. Ratios are taken inside one run, so that they mean the same on any machine."""
 

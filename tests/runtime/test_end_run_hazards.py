@@ -26,6 +26,7 @@ from streamoff.runtime.threads import run_in_thread
 from streamoff.scratch.janitor import JANITOR
 from streamoff.scratch.reaper import reclaim
 from streamoff.tensors.lazy import LazyStateDict, LazyTensor
+from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, OutcomeStatus
 
 from .world import Attempt, ComputedSource, Gate, Hooked, disk, files, state_dict, tasks, world
@@ -200,6 +201,35 @@ async def test_writes_under_way_are_waited_for_and_leave_nothing(tmp_path):
         assert (job.report.state, job.ledger.used) == (JobRootState.GONE, 0)
         assert list(tmp_path.iterdir()) == []
         w.assert_idle()
+
+
+async def test_giving_up_waits_for_no_thread_of_others(tmp_path):
+    """With every landing thread held up by other downloads, one that is given up ends in that instant."""
+    gate = Gate()
+    network = MemoryNetwork()
+    async with world(sites=2, network=network) as w, tasks(gate) as group:
+        async with open_job("job", w.server, scratch=tmp_path) as job:
+            started = anyio.Event()
+            network.conditions("site-2", "server").set(bandwidth=MIB)
+            tx, ref = w.offer(ComputedSource(20 * MIB), site=w.sites[1])
+            attempt = Attempt()
+            terms = disk(job, progress=lambda _landed, _wanted: started.set())
+            group.start_soon(attempt.run, partial(job.download, ref, terms))
+            await started.wait()
+            for _ in range(LANDING_THREADS):
+                _, other = w.offer(ComputedSource(9 * MIB))
+                held = Terms(landing=lambda layout: Hooked(job.landing(layout), write=gate))
+                group.start_soon(Attempt().run, partial(job.download, other, held))
+            while gate.waiting < LANDING_THREADS:
+                await anyio.lowlevel.checkpoint()
+            given_up_at = anyio.current_time()
+            attempt.scope.cancel()
+            with anyio.fail_after(60):
+                await attempt.over.wait()
+            assert anyio.current_time() == given_up_at
+            assert (await tx.wait()).settled_at == given_up_at
+            gate.open()
+        assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_tensor_that_somebody_keeps_keeps_no_root(tmp_path):

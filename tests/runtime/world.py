@@ -196,6 +196,8 @@ class Hooked:
         hooks: By method: ``open``, ``write``, ``finish``, ``discard``; called before the real one.
     """
 
+    hands_over = False
+
     def __init__(self, landing: Any = None, **hooks: Callable[..., object]) -> None:
         self.real = MemoryLanding() if landing is None else landing
         self.discarded = 0

@@ -740,7 +740,10 @@ class Transfer:
         landing, self._landing = self._landing, None
         if landing is not None:
             try:
-                await self._off_loop(landing.discard)
+                if landing.hands_over:
+                    landing.discard()
+                else:
+                    await self._off_loop(landing.discard)
             except Exception as error:  # noqa: BLE001 - the transfer has its own cause
                 self.left_behind = True
                 self._tell_fault("discard", "%s: what %s left cannot be discarded", error)

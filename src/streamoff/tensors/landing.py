@@ -32,6 +32,11 @@ Chunk = tuple[int, Views, bytes]
 class Landing(Protocol):
     """Receives the wanted ranges of one payload, in any order; every method blocks."""
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether :meth:`discard` only hands over what has landed, and does not block."""
+        ...
+
     def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
         """Allocate for a payload whose header was accepted.
 
@@ -275,6 +280,11 @@ class DiskLanding(_Landing):
             self.discard()
             raise
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether somebody else removes the directory; see :class:`Landing`."""
+        return self._dispose is not None
+
     def discard(self) -> None:
         """Remove the unfinished file, or hand the directory over; see :class:`Landing`."""
         if self._writer is not None:
@@ -324,6 +334,11 @@ class MemoryLanding(_Landing):
             else frozenset()
         )
         return writer.finish(nonfinite)
+
+    @property
+    def hands_over(self) -> bool:
+        """False: to give much memory back takes a while; see :class:`Landing`."""
+        return False
 
     def discard(self) -> None:
         """Drop the tensors; see :class:`Landing`."""
