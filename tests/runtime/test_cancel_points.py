@@ -1,11 +1,11 @@
 """A receiver that gives up is heard in that instant plus the way, wherever the transfer stands and whoever gave up."""
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -17,14 +17,13 @@ from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.jobs import Job, open_job
 from streamoff.runtime.publishing import Transaction
 from streamoff.tensors.layout import Layout
-from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import MIB, OutcomeStatus, Ref, Slot, Verdict
+from streamoff.types import MIB, OutcomeStatus, Slot, Verdict
 
+from .ends import NBYTES, PLACES, Ends, ends
 from .world import (
     Attempt,
     Gate,
     Hooked,
-    World,
     all_dead,
     files,
     numbers,
@@ -34,55 +33,6 @@ from .world import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-LATENCY = 1.0
-NBYTES = 9 * MIB
-"""Of the payload: three chunks."""
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Who pulls, who serves, and how long a word takes from one to the other."""
-
-    world: World
-    receiver: BaseEndpoint
-    source: BaseEndpoint
-    way: float
-
-    def offer(self) -> tuple[Transaction, Ref, list[object]]:
-        """Two payloads for one slot; only the first will be opened."""
-        source, references = watched({"w": numbers(NBYTES // 4)})
-        other, more = watched({"w": numbers(100)})
-        slot = Slot(secrets.token_bytes(16), self.receiver.address)
-        tx = self.source.publish([source, other], [slot])
-        return tx, tx.refs(0)[0], [*references, *more]
-
-
-@asynccontextmanager
-async def ends(where: str) -> AsyncIterator[Ends]:
-    """A receiver and a source: neighbours, or with a relay between them, on either side of it."""
-    network = MemoryNetwork(latency=LATENCY)
-    async with AsyncExitStack() as stack:
-
-        async def enter(address: str, uplink: str | None = None) -> BaseEndpoint:
-            end = BaseEndpoint(address, transports=[network], seed=1)
-            await stack.enter_async_context(end)
-            if uplink is not None:
-                await end.connect(uplink)
-            return end
-
-        server = await enter("server")
-        site = await enter("site-1", "server")
-        both = [site] if where == "direct" else [site, await enter("site-1.trainer", "site-1")]
-        await anyio.sleep(2 * LATENCY)
-        world = World(network, server, both)
-        if where == "below a relay":
-            yield Ends(world, both[-1], server, 2 * LATENCY)
-        else:
-            yield Ends(world, server, both[-1], LATENCY * len(both))
-        await anyio.sleep(10 * LATENCY)
-        relay = site.statistics().relay
-        assert (relay.streams, relay.under_way, relay.held) == (0, 0, 0)
 
 
 class Stop:
@@ -147,10 +97,11 @@ BLOCKED = [
     "the file is finished",
 ]
 POINTS = ["the open is on its way", "the answer is on its way", *BLOCKED]
-PLACES = ["direct", "behind a relay", "below a relay"]
 
 
-async def assert_released(e: Ends, tx: Transaction, references: list[object], at: float) -> None:
+async def assert_released(
+    e: Ends, tx: Transaction, references: list[weakref.ref[Any]], at: float
+) -> None:
     """The slot failed on every ref, and the source was let go, one way after ``at``."""
     outcome = await tx.wait()
     assert outcome.settled_at == at + e.way
@@ -161,7 +112,7 @@ async def assert_released(e: Ends, tx: Transaction, references: list[object], at
     assert opened.verdict is never_opened.verdict is Verdict.FAILED
     assert opened.reason.startswith("cancelled: ")
     assert never_opened.reason.startswith("declined: ")
-    assert all_dead(references)  # type: ignore[arg-type]
+    assert all_dead(references)
 
 
 async def assert_nothing_left(e: Ends, job: Job) -> None:
@@ -238,7 +189,7 @@ async def test_giving_up_after_one_ref_gives_up_the_others(tmp_path: Path) -> No
             Verdict.FAILED,
         ]
         assert outcome.status is OutcomeStatus.FAILED
-        assert all_dead(references)  # type: ignore[arg-type]
+        assert all_dead(references)
         first.release()
         await assert_nothing_left(e, job)
 
