@@ -6,9 +6,11 @@ After each run nothing may be left: no task, thread, descriptor, mapping or file
 from __future__ import annotations
 
 import gc
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -71,16 +73,21 @@ class Shell:
             scratch.mkdir()
             if scenario.kind == "processes":
                 prepare()
-            check = LeakCheck(scratch)
-            with only_expected_logs():
-                if scenario.kind == "processes":
-                    tally = self._run_processes(scenario, scratch, Path(directory))
-                else:
-                    tally = self._run(scenario, scratch)
-            if not JANITOR.idle(30.0):
-                raise ViolationError("a janitor that does not come to an end")
-            if leaks := check.settle():
-                raise ViolationError("something is left", *leaks)
+            with limited(scratch, scenario):
+                tally = self._watched(scenario, scratch, Path(directory))
+        return tally
+
+    def _watched(self, scenario: ShellScenario, scratch: Path, control: Path) -> Tally:
+        check = LeakCheck(scratch)
+        with only_expected_logs():
+            if scenario.kind == "processes":
+                tally = self._run_processes(scenario, scratch, control)
+            else:
+                tally = self._run(scenario, scratch)
+        if not JANITOR.idle(30.0):
+            raise ViolationError("a janitor that does not come to an end")
+        if leaks := check.settle():
+            raise ViolationError("something is left", *leaks)
         return tally
 
     def _run(self, scenario: ShellScenario, scratch: Path) -> Tally:
@@ -97,6 +104,23 @@ class Shell:
         return tally
 
 
+@contextmanager
+def limited(scratch: Path, scenario: ShellScenario) -> Iterator[None]:
+    """Make the disk of all job roots as small as the scenario says, where this process may mount one."""
+    if scenario.disk is None:
+        yield
+        return
+    model = 16 * scenario.elements + 4096
+    size = max(256 * 1024, int(scenario.disk * model))
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "torture", str(scratch)]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(scratch)], check=True)
+
+
 def _tally(stage: Stage, scenario: ShellScenario, happened: Iterable[str]) -> Tally:
     ends = stage.watch.look_at_the_end(scenario, happened)
     return Tally(1, stage.network.injected + _own_faults(scenario), ends)
@@ -104,9 +128,13 @@ def _tally(stage: Stage, scenario: ShellScenario, happened: Iterable[str]) -> Ta
 
 def _own_faults(scenario: ShellScenario) -> Counter[str]:
     """What the scenario itself does wrong, beside the network."""
-    return Counter(
-        [one.what for one in scenario.endings] + [one.mood for one in scenario.sites if one.mood]
-    )
+    bounds = [name for name in ("quota", "disk", "deadline") if getattr(scenario, name) is not None]
+    moods = [site.mood for site in scenario.sites if site.mood]
+    mute = ["no capabilities" for site in scenario.sites if site.mute]
+    moved = [move.how for move in scenario.moves if move.how not in {"take", "pass", "again"}]
+    withdrawn = ["withdrawn" for move in scenario.moves if move.withdrawn is not None]
+    ended = [f"job: {one.what}" for one in scenario.endings]
+    return Counter(bounds + moods + mute + moved + withdrawn + ended)
 
 
 def _run_in_loop(stage: Stage, backend: Backend) -> None:

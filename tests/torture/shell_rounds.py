@@ -153,7 +153,7 @@ class Rounds(Stage):
             if not site.disk:
                 await self._execute(index, endpoint, train, context)
                 return
-            async with open_job(JOB, endpoint, scratch=self.scratch) as job:
+            async with open_job(JOB, endpoint, scratch=self.scratch, ram_backed="allow") as job:
                 self.jobs.append(job)
                 await self._execute(index, endpoint, train, DecodeContext(tensors="disk", job=job))
 

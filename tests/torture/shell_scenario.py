@@ -44,6 +44,7 @@ class Site:
         arrays: Whether a part of its result travels as an array, with a ref of its own.
         snapshot: Whether its results are copied before they are sent.
         restarts: Seconds after which it comes back when it was killed; None: never.
+        mute: Whether it names no capabilities: nobody cancels at it, and it cancels nowhere.
     """
 
     behind: bool = False
@@ -54,6 +55,7 @@ class Site:
     arrays: bool = False
     snapshot: bool = False
     restarts: float | None = None
+    mute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,25 +65,39 @@ class Move:
     Args:
         sender: Index of a site, or -1: the server.
         receiver: The same.
+        others: More receivers of the same message.
         tensors: How many.
         elements: Of each of them.
         starts: Seconds until it is sent.
-        how: What becomes of it: the receiver takes all of it, or some, declines it, never looks at it, or gives
-            up in the middle; ``pass``: it goes to the server, which passes it on to the receiver unseen.
+        how: What becomes of it: a receiver takes all of it, or some, declines it, never looks at it, or gives
+            up in the middle; ``pass``: it goes to the server, which passes it on to the receiver unseen;
+            ``again``: a receiver lands it on disk and sends it back from there.
         disk: Whether it lands on disk.
         after: Seconds until the receiver gives up, or looks.
         withdrawn: Seconds after which the sender withdraws it; None: never.
+        snapshot: Whether the sender has it copied first, and changes what it sent at once.
+        below: Whether it comes from an endpoint of its own below the sender.
+        dies: Seconds after which that endpoint dies, and the sender tells the receivers; None: it does not.
     """
 
     sender: int
     receiver: int
+    others: tuple[int, ...] = ()
     tensors: int = 2
     elements: int = 200
     starts: float = 0.0
-    how: Literal["take", "some", "decline", "ignore", "give up", "pass"] = "take"
+    how: Literal["take", "some", "decline", "ignore", "give up", "pass", "again"] = "take"
     disk: bool = False
     after: float = 0.5
     withdrawn: float | None = None
+    snapshot: bool = False
+    below: bool = False
+    dies: float | None = None
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.receiver, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +128,8 @@ class ShellScenario:
         moves: What is moved.
         chunk: Bytes of a chunk.
         quota: Of the server's job, as a multiple of the model; None: none.
+        disk: What the disk of all job roots holds, as a multiple of the model; None: as much as there is.
+        deadline: Of every transfer; None: none.
         drain: The drain window.
         signals: In a run with processes: seconds, site, and what it gets.
     """
@@ -131,6 +149,8 @@ class ShellScenario:
     moves: tuple[Move, ...] = ()
     chunk: int = 64 * 1024
     quota: float | None = None
+    disk: float | None = None
+    deadline: float | None = None
     drain: float = 5.0
     signals: tuple[Signal, ...] = ()
 
@@ -158,10 +178,19 @@ class ShellScenario:
     def touched(self, index: int) -> bool:
         """Whether anything happens to a site, to its way to the server, or to everybody."""
         mine = {self.name(index)} | ({REGION} if self.sites[index].behind else set())
-        at_all = self.endings or self.quota is not None or self.plan.faults != NO_FAULTS
         signalled = any(one.site == index for one in self.signals)
         events = any(mine & _places(event) for event in self.plan.events)
-        return bool(at_all) or signalled or events
+        return self.troubled or signalled or events
+
+    @property
+    def troubled(self) -> bool:
+        """Whether anything happens to everybody."""
+        bounds = (self.quota, self.disk, self.deadline)
+        killed = any(
+            isinstance(event, Kill) and event.address == SERVER for event in self.plan.events
+        )
+        bounded = any(bound is not None for bound in bounds)
+        return bool(self.endings) or bounded or killed or self.plan.faults != NO_FAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +242,9 @@ def draw(seed: int) -> ShellScenario:
         round_timeout=random.choice((3600.0, 3600.0, 20.0)),
         engine=random.choice(("auto", "columnar", "in_time")),
         offload=random.random() < 0.75,
-        quota=random.choice((None,) * 6 + (0.5, 2.5)),
+        quota=random.choice((None,) * 8 + (0.5, 2.5)),
+        disk=random.choice((None,) * 8 + (0.5, 2.5)),
+        deadline=random.choice((None,) * 6 + (3.0, 30.0)),
         drain=random.choice((5.0, 5.0, 0.0)),
     )
     spread = random.choice((0.5, 5.0, 60.0))
@@ -243,6 +274,7 @@ def _site(random: Random, *, relay: bool, moody: bool) -> Site:
         arrays=random.random() < 0.25,
         snapshot=random.random() < 0.25,
         restarts=random.choice((None, 0.5, 30.0)),
+        mute=random.random() < 0.15,
     )
 
 
@@ -268,27 +300,32 @@ def _fault(scenario: ShellScenario, random: Random, spread: float) -> Fault:
                 random.choice((0.0, 4.0)),
             )
         case _:
-            return Kill(at, one)
+            return Kill(at, SERVER if random.random() < 0.15 else one)
 
 
 def _move(random: Random, count: int, spread: float) -> Move:
     sender = random.randint(-1, count - 1)
-    receiver = random.choice([one for one in range(-1, count) if one != sender])
+    receiver, *rest = random.sample([n for n in range(-1, count) if n != sender], k=count)
     how: Any = random.choice(
-        ("take", "take", "take", "some", "decline", "ignore", "give up", "pass")
+        ("take", "take", "take", "some", "decline", "ignore", "give up", "pass", "again")
     )
     if how == "pass" and (receiver < 0 or sender < 0):
         how = "take"
+    below = sender >= 0 and random.random() < 0.3
     return Move(
         sender=sender,
         receiver=receiver,
+        others=tuple(rest[: random.choice((0, 0, 1, 3))]) if how != "pass" else (),
         tensors=random.choice((1, 2, 5)),
         elements=random.choice((0, 200, 40_000, 150_000)),
         starts=random.uniform(0.0, spread),
         how=how,
         disk=random.random() < 0.5,
         after=random.choice((0.0, 0.01, 0.5, 5.0)),
-        withdrawn=random.choice((None, None, None, 0.0, 0.3, 20.0)),
+        withdrawn=random.choice((None, None, None, None, 0.0, 0.3, 20.0)),
+        snapshot=not below and random.random() < 0.2,
+        below=below,
+        dies=random.choice((None, 0.0, 0.2, 3.0)) if below else None,
     )
 
 
@@ -321,6 +358,8 @@ def _with_processes(scenario: ShellScenario, random: Random) -> ShellScenario:
         round_timeout=6.0,
         cut_off=1.0,
         quota=None,
+        disk=None,
+        deadline=None,
         drain=0.5,
         offload=True,
     )
@@ -351,6 +390,7 @@ def smaller(scenario: ShellScenario) -> Iterator[ShellScenario]:
             replace(site, disk=False),
             replace(site, arrays=False),
             replace(site, snapshot=False),
+            replace(site, mute=False),
         ):
             if less != site and not (site.behind != less.behind and plan.events):
                 sites = (*scenario.sites[:index], less, *scenario.sites[index + 1 :])
@@ -358,6 +398,10 @@ def smaller(scenario: ShellScenario) -> Iterator[ShellScenario]:
     for index, move in enumerate(scenario.moves):
         for shorter in (
             replace(move, withdrawn=None),
+            replace(move, others=()),
+            replace(move, dies=None),
+            replace(move, below=False, dies=None),
+            replace(move, snapshot=False),
             replace(move, disk=False),
             replace(move, tensors=1),
             replace(move, elements=200),
@@ -366,7 +410,7 @@ def smaller(scenario: ShellScenario) -> Iterator[ShellScenario]:
                 moves = (*scenario.moves[:index], shorter, *scenario.moves[index + 1 :])
                 yield replace(scenario, moves=moves)
     plainest = ShellScenario(seed=0, kind="rounds", sites=())
-    for name in ("rounds", "elements", "cut_off", "engine", "offload", "quota"):
+    for name in ("rounds", "elements", "cut_off", "engine", "offload", "quota", "disk", "deadline"):
         if getattr(scenario, name) != getattr(plainest, name):
             yield _with(scenario, name, getattr(plainest, name))
 
@@ -381,7 +425,7 @@ def _without_last_site(scenario: ShellScenario) -> Iterator[ShellScenario]:
         sites=scenario.sites[:-1],
         min_responses=min(scenario.min_responses, last),
         plan=replace(scenario.plan, events=events),
-        moves=tuple(move for move in scenario.moves if last not in {move.sender, move.receiver}),
+        moves=tuple(move for move in scenario.moves if last not in {move.sender, *move.receivers}),
         signals=tuple(one for one in scenario.signals if one.site != last),
     )
 

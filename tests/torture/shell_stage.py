@@ -13,6 +13,7 @@ from streamoff.machines.job_root import CUT_GRACE_SECONDS, JobRootState
 from streamoff.runtime.jobs import Job, open_job
 from streamoff.runtime.resources import Resources
 from streamoff.testing.network import FaultyNetwork
+from streamoff.types import Budgets, Capability
 from streamoff.wire.limits import Limits, LinkLimits
 
 from .shell_scenario import REGION, SERVER, Ending, ShellScenario
@@ -24,6 +25,8 @@ __all__ = ["ControllerError", "Stage"]
 JOB: Final = "job"
 READY_SECONDS: Final = 30.0
 """What sites get to be there, before it begins without them."""
+ORPHANED_SECONDS: Final = 400.0
+"""What sites get when the server is killed: more than their budgets take to settle everything."""
 RELAY_SECONDS: Final = 3.0
 """After so long a relay that was killed is back."""
 
@@ -89,7 +92,17 @@ class Stage:
 
     def server_options(self) -> dict[str, Any]:
         """How the server can be reached, and its limits."""
-        return {"transports": [self.network], "limits": self.limits}
+        return self.options(-1)
+
+    def options(self, index: int) -> dict[str, Any]:
+        """How an endpoint reaches the others, and its limits, budgets and capabilities."""
+        mute = index >= 0 and self.scenario.sites[index].mute
+        return {
+            "transports": [self.network],
+            "limits": self.limits,
+            "budgets": Budgets(deadline=self.scenario.deadline),
+            "capabilities": () if mute else tuple(Capability),
+        }
 
     # --- running --------------------------------------------------------------------------------
 
@@ -114,16 +127,21 @@ class Stage:
         self._check_idle()
 
     async def _play(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Open the server, let everybody do what they do, and close it when the job is over and the sites have left."""
-        async with WatchedEndpoint(SERVER, self.watch, **self.server_options()) as server:
-            tasks.start_soon(self._job, server)
-            if self.scenario.relayed:
-                tasks.start_soon(self._relay)
-            tasks.start_soon(self._sites)
-            async with anyio.create_task_group() as waiting:
-                waiting.start_soon(self._wait_over, waiting.cancel_scope)
-                await self._closing.wait()
-                waiting.cancel_scope.cancel()
+        """Let everybody do what they do until the job is over and the sites have left, or the server is killed."""
+        with self.network.life(SERVER) as life:
+            async with WatchedEndpoint(SERVER, self.watch, **self.server_options()) as server:
+                tasks.start_soon(self._job, server)
+                if self.scenario.relayed:
+                    tasks.start_soon(self._relay)
+                tasks.start_soon(self._sites)
+                async with anyio.create_task_group() as waiting:
+                    waiting.start_soon(self._wait_over, waiting.cancel_scope)
+                    await self._closing.wait()
+                    waiting.cancel_scope.cancel()
+        if life.cancelled_caught:
+            self._cancelled.cancel()
+            with anyio.move_on_after(ORPHANED_SECONDS):
+                await self._gone.wait()
 
     async def _wait_over(self, scope: anyio.CancelScope) -> None:
         await self._over.wait()
@@ -151,6 +169,7 @@ class Stage:
                     scratch=self.scratch,
                     drain_window=self.scenario.drain,
                     quota=None if quota is None else int(quota * self.model_bytes()),
+                    ram_backed="allow",
                 ) as job:
                     self.jobs.append(job)
                     with self._left:
@@ -186,9 +205,7 @@ class Stage:
     async def _relay(self) -> None:
         while True:
             with self.network.life(REGION):
-                async with WatchedEndpoint(
-                    REGION, self.watch, transports=[self.network], limits=self.limits
-                ) as relay:
+                async with WatchedEndpoint(REGION, self.watch, **self.options(-1)) as relay:
                     await self.connect(relay, SERVER)
                     await anyio.sleep_forever()
             await anyio.sleep(RELAY_SECONDS)
@@ -198,9 +215,7 @@ class Stage:
         name, site = self.scenario.name(index), self.scenario.sites[index]
         for _ in range(2):
             with self.network.life(name) as life:
-                async with WatchedEndpoint(
-                    name, self.watch, transports=[self.network], limits=self.limits
-                ) as endpoint:
+                async with WatchedEndpoint(name, self.watch, **self.options(index)) as endpoint:
                     await self.connect(endpoint, self.scenario.uplink(index))
                     await self.take_part(index, endpoint)
             if not life.cancelled_caught or site.restarts is None:

@@ -131,7 +131,7 @@ class Watch:
             _check_transfer(pulled, scenario, happened)
         for published in self.published:
             self._check_transaction(published)
-        ends = Counter(pulled.transfer.record.state.value for pulled in self.pulled)
+        ends = Counter(_end_of(pulled.transfer) for pulled in self.pulled)
         ends.update(
             one.transaction.outcome.reason.partition(":")[0]
             for one in self.published
@@ -173,6 +173,12 @@ class Watch:
             raise ViolationError("a reason that is nobody's", outcome, *story)
 
 
+def _end_of(transfer: Transfer) -> str:
+    cause = transfer.record.cause
+    state = transfer.record.state.value
+    return state if cause is None else f"{state}: {type(cause).__name__}"
+
+
 def _kind(reason: str) -> str:
     """The reason of a slot as its transaction would give it."""
     head = reason.partition(":")[0]
@@ -203,9 +209,13 @@ def _check_transfer(pulled: Pulled, scenario: ShellScenario, happened: set[str])
         raise ViolationError("an end without a cause", record.state, *story)
     if record.cause is None:
         return
-    if isinstance(record.cause, (QuotaExceededError, NoSpaceError)):
-        if scenario.quota is None:
-            raise ViolationError("a quota that nobody set", record.cause, *story)
+    bounds = ((QuotaExceededError, scenario.quota), (NoSpaceError, scenario.disk))
+    for full, bound in bounds:
+        if isinstance(record.cause, full):
+            if bound is None:
+                raise ViolationError("a full disk, or quota, that was not", record.cause, *story)
+            return
+    if scenario.deadline is not None and isinstance(record.cause, TransferTimeoutError):
         return
     for kind, needed in CAUSES.items():
         if type(record.cause) is kind and not needed & happened:
