@@ -130,7 +130,7 @@ def test_names_of_an_open_are_cut_too() -> None:
     """A selection of many tensors travels in continuation frames like any body."""
     names = tuple(f"block.{index}.attention.weight" for index in range(30_000))
     sent = Open(**ROUTE, stream=1, ref="r", ticket=TICKET, names=names, capabilities=BOTH)
-    wire = list(split(encode(sent), 1))
+    wire = list(split(encode(sent), 1, 256 * 1024))
     assert len(wire) > 2
     assert take_all(Assembler(), wire) == [sent]
 
@@ -291,7 +291,7 @@ def test_unfinished_bodies_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("prefix", "limit"),
     [
-        (raw(FrameType.MESSAGE, 100, 0, 256 * 1024, 0), "frame"),
+        (raw(FrameType.MESSAGE, 100, 0, 1024 * 1024, 0), "frame"),
         (raw(FrameType.MESSAGE, 100, 0, 2**32 - 1, 0), "frame"),
         (raw(FrameType.MESSAGE, 5000, 0, 0, 0), "header"),
     ],

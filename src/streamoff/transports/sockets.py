@@ -27,8 +27,6 @@ from streamoff.wire.limits import DEFAULT_LIMITS, Limits
 
 __all__ = ["HostPort", "TcpTransport", "UnixTransport"]
 
-NOTSENT_BYTES: Final = 128 * 1024
-"""What the kernel may hold unsent, so that control frames overtake a chunk on a slow line."""
 UNIX_BUFFER_BYTES: Final = MIB
 
 
@@ -261,8 +259,6 @@ def _on_loopback(host: str) -> bool:
 
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES)
 
 
 def _tune_unix(sock: socket.socket) -> None:

@@ -1,8 +1,9 @@
 """A link over a byte stream: frames on a non-blocking socket, without a copy of a chunk in user space.
 
 The syscall comes first and the wait only when it would block. A body is received into the pool's buffer, and
-the same call brings the prefix of the next frame along. A chunk is sent from where it lies, 256 KiB at a
-time, and control frames overtake it in between, in their own order. A frame that was begun is finished or
+the same call brings the prefix of the next frame along. A chunk is sent from where it lies, piece by piece,
+and control frames overtake it in between, in their own order: so pieces are as large as the line is fast, and a
+large piece tells the other end that it need not wake for a few bytes. A frame that was begun is finished or
 the link is lost; a chunk that was begun may be abandoned between two frames.
 """
 
@@ -14,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError
@@ -33,8 +35,17 @@ YIELD_BYTES: Final = MIB
 HEAD_COST: Final = 8 * 1024
 """What a prefix or a header counts for, in bytes: frames cost time, too."""
 CONTROL_AHEAD: Final = 64 * 1024
+RECORD_AHEAD: Final = 64 * 1024
+"""What TLS may have taken from the kernel and not given out; and the end of a body is not worth waiting for."""
 BULK_AHEAD: Final = 512
 """Bytes read beyond a body: the head of the next frame, never the body behind it."""
+SLOW_PIECE: Final = 128 * 1024
+"""Bytes of a frame of a chunk, and what the kernel may hold unsent, until a line has shown that it is fast."""
+PIECE_SECONDS: Final = 0.02
+"""What a frame of a chunk may take at the speed of the chunk before."""
+FAST_PIECE: Final = 512 * 1024
+"""A body of at least this size comes over a fast line: the reader wakes for a good part of it, not for each packet."""
+WAKE_BYTES: Final = 256 * 1024
 BATCH_BYTES: Final = 64 * 1024
 """Control frames that go out in one call."""
 CHUNK_CHANNEL: Final = 1
@@ -68,8 +79,10 @@ class _Intake:
         self._busy = 0
         await anyio.lowlevel.checkpoint()
 
-    async def _receivable(self) -> None:
+    async def _receivable(self, nbytes: int = 1) -> None:
+        """Wait for bytes; for a good part of ``nbytes`` that are sure to come, over a line that is fast."""
         self._busy = 0
+        self._stream.marks.readable(nbytes)
         await self._stream.receivable()
 
     async def head(self, size: int) -> memoryview:
@@ -111,7 +124,10 @@ class _Intake:
         while filling.have < size:
             got = self._stream.receive_nowait([filling.view[filling.have :], ahead])
             if not got:
-                await self._receivable()
+                left = size - filling.have - RECORD_AHEAD
+                await self._receivable(
+                    min(left, WAKE_BYTES) if size >= FAST_PIECE and left > 0 else 1
+                )
                 continue
             self.received += got
             self._stop = max(0, filling.have + got - size)
@@ -246,6 +262,8 @@ class StreamLink:
         self._pool = pool
         self._limits = limits
         self._frame = limits.link.frame
+        self._piece = SLOW_PIECE
+        stream.marks.unsent(SLOW_PIECE)
         self._intake = _Intake(stream)
         self._assembler = Assembler(limits)
         self._arriving: _Arriving | None = None
@@ -259,12 +277,13 @@ class StreamLink:
 
     @property
     def received(self) -> int:
-        """Bytes that have come so far."""
-        return self._intake.received
+        """Bytes that have come so far, read or not."""
+        return self._intake.received + self._stream.marks.arrived()
 
     def agree(self, limits: LinkLimits) -> None:
         """Cut what is sent to what both ends accept."""
         self._frame = limits.frame
+        self._piece = min(self._piece, limits.frame)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -283,7 +302,7 @@ class StreamLink:
             return None
         try:
             encoded = encode(inbound.frame, self._limits)
-            departing = _Departing(inbound, split(encoded, CHUNK_CHANNEL, self._frame))
+            departing = _Departing(inbound, split(encoded, CHUNK_CHANNEL, self._piece))
         except BaseException:
             inbound.release()
             raise
@@ -317,18 +336,27 @@ class StreamLink:
         await self._put(batch)
 
     async def _send_chunk(self, departing: _Departing, urgent: Urgent) -> None:
-        since_rest = 0
+        begun, sent, since_rest = anyio.current_time(), self._sent, 0
         try:
             await self._put(departing.piece)
             while departing.next():
                 await self._send_control(urgent())
+                since_rest += departing.nbytes
                 await self._put(departing.piece)
-                since_rest += self._frame
                 if since_rest >= YIELD_BYTES:
                     since_rest = 0
                     await anyio.lowlevel.checkpoint()
         finally:
             departing.drop()
+        self._set_pace(self._sent - sent, anyio.current_time() - begun)
+
+    def _set_pace(self, nbytes: int, seconds: float) -> None:
+        """Cut the next chunk to what the line has shown it can carry in :data:`PIECE_SECONDS`."""
+        if nbytes < MIB:
+            return  # says more of the kernel's buffers than of the line
+        affordable = nbytes * PIECE_SECONDS / max(seconds, 1e-6)
+        self._piece = int(min(max(affordable, SLOW_PIECE), self._frame))
+        self._stream.marks.unsent(max(SLOW_PIECE, self._piece // 2))
 
     async def _put(self, views: list[memoryview]) -> None:
         """Send every byte; the list is emptied from the front."""

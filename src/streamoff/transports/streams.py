@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 import anyio
@@ -15,6 +19,7 @@ __all__ = [
     "LINGER_SECONDS",
     "ByteStream",
     "PlainStream",
+    "Watermarks",
     "consume",
     "linger",
     "lost",
@@ -30,8 +35,54 @@ MAX_VIEWS: Final = 512
 """Views handed to one sendmsg(2); the kernel takes 1024."""
 
 
+class Watermarks:
+    """When the kernel says that a socket can be read or written; only TCP has a choice.
+
+    A wake costs more than copying what it brings, so on a fast line few of them should bring much each.
+
+    Args:
+        sock: Stays its owner's.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._tcp = sock.family in {socket.AF_INET, socket.AF_INET6}
+        self._readable = 1
+        self._unsent = 0
+
+    def readable(self, nbytes: int) -> None:
+        """Let the socket count as readable from so many bytes on, or at its end; they must be on their way."""
+        if self._tcp and nbytes != self._readable:
+            self._readable = nbytes
+            self._set(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    def unsent(self, nbytes: int) -> None:
+        """Let the kernel hold so many bytes that have not been sent: what comes after waits for them."""
+        if self._tcp and nbytes != self._unsent and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            self._unsent = nbytes
+            self._set(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
+
+    def _set(self, level: int, option: int, value: int) -> None:
+        with suppress(OSError):  # the link is gone, and whoever reads or writes hears of it
+            self._sock.setsockopt(level, option, value)
+
+    def arrived(self) -> int:
+        """Bytes that have come and were not read; 0 if nobody can say."""
+        try:
+            return int.from_bytes(
+                fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder
+            )
+        except (OSError, ValueError):
+            return 0
+
+
 class ByteStream(Protocol):
     """A non-blocking, ordered byte stream; one reader and one writer at a time."""
+
+    @property
+    def marks(self) -> Watermarks:
+        """Of its socket."""
+        ...
 
     def receive_nowait(self, views: Sequence[memoryview]) -> int:
         """Fill the views in order with what is here.
@@ -73,6 +124,7 @@ class PlainStream:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        self.marks = Watermarks(sock)
         self._sock = sock
         self._closed = False
 

@@ -19,7 +19,14 @@ from typing import Final
 import anyio
 
 from streamoff.errors import HandshakeError, LinkLostError, StreamoffError, UsageError
-from streamoff.transports.streams import linger, lost, shut, wait_readable, wait_writable
+from streamoff.transports.streams import (
+    Watermarks,
+    linger,
+    lost,
+    shut,
+    wait_readable,
+    wait_writable,
+)
 from streamoff.types import Address
 
 __all__ = [
@@ -217,6 +224,7 @@ class TlsStream:
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
+        self.marks = Watermarks(sock)
         self._sock = sock
         self._closed = False
         self._read_waits_to_write = False
