@@ -410,6 +410,7 @@ async def test_a_reader_that_stops_holds_a_bounded_amount():
 async def test_pieces_grow_on_a_line_that_carries_them():
     """A link begins with small pieces, and cuts larger ones, up to its limit, once a line has shown that it is fast."""
     near, far = socket_pair(buffer=MIB)
+    far.settimeout(60)
     link = StreamLink(PlainStream(near), BufferPool())
     pieces: list[int] = []
     chunks = 4
@@ -437,9 +438,7 @@ async def test_pieces_grow_on_a_line_that_carries_them():
 
 def test_a_socket_wakes_its_reader_for_as_much_as_it_was_told():
     """Below the mark a TCP socket does not count as readable; at it, or with the mark back at one byte, it does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
+    near, far = socket_pair(socket.AF_INET)
     with near, far:
         marks = Watermarks(near)
         marks.readable(1000)
