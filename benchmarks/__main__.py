@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol
+
+from benchmarks.others import Others
 
 SUITES: Final = {
     "memory": "resident memory of a whole simulation, by engine, shapes and sites",
@@ -78,10 +81,13 @@ def main() -> int:
         parser.error(f"--peer-python goes with {' and '.join(PEERED)}")
     more = {"peer_python": args.peer_python} if args.suite in PEERED else {}
     suite: Suite = import_module(f"benchmarks.{args.suite}")
-    report = suite.measure(quick=args.quick, **more)
-    print(report.to_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # files are removed
+    with Others() as others:
+        report = suite.measure(quick=args.quick, **more)
+    print(f"{report.to_text()}\n{others.to_text()}")
     if args.json is not None:
-        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        found = {**report.to_json(), "meanwhile": others.to_json()}
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0 if report.passed else 1
 
 
