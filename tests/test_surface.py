@@ -198,7 +198,7 @@ Outcome.quorum
 Outcome.succeeded
 Ref(source: Address, id: RefId, ticket: bytes, size: int) -> None
 open_job(name: str, endpoint: BaseEndpoint, *, drain_window: float = 5.0, scratch: Path | str | None = None, quota: int | None = None, space_wait: float = 30.0, ram_backed: RamBacked = 'warn', durable: bool = False, page_cache: PageCache = 'keep') -> None
-open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS) -> LazyStateDict
+open_state(path: Path | str, *, limits: HeaderLimits = DEFAULT_LIMITS, storage: Storage = Storage(durable=False, page_cache=keep, public=False)) -> LazyStateDict
 resolve(tree: Any, context: DecodeContext, *, only: Only | None = None) -> Any
 """
 """What users call; a change here is a change for them. Defaults that are objects are written by name."""
