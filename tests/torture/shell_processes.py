@@ -15,10 +15,13 @@ from typing import Any, Final
 import anyio
 
 from streamoff.scratch.reaper import reclaim
+from streamoff.transports import authority
 from streamoff.transports.sockets import HostPort, TcpTransport, UnixTransport
+from streamoff.transports.tls import Identity
+from streamoff.types import Address
 
 from .shell_rounds import Rounds
-from .shell_scenario import ShellScenario, Signal
+from .shell_scenario import SERVER, ShellScenario, Signal
 from .site_process import BUDGETS, SiteOrders, impatient, live
 from .tier import ViolationError
 
@@ -58,13 +61,22 @@ class Processes(Rounds):
         self._control = control
         self._backend = backend
         self._socket = control / "server"
-        self._transport: UnixTransport | TcpTransport = (
-            TcpTransport(listen=HostPort("127.0.0.1", 0))
-            if scenario.seed % 20 < 10
-            else UnixTransport(listen=self._socket)
-        )
+        self._certificates = control / "certificates"
+        self._transport = self._listening()
         self._alive: dict[int, ForkServerProcess] = {}
         self._reports: list[Path] = []
+
+    def _listening(self) -> UnixTransport | TcpTransport:
+        """What the server listens on; with TLS, everybody's certificate is made first."""
+        scenario, tls = self.scenario, None
+        if scenario.transport == "unix":
+            return UnixTransport(listen=self._socket)
+        if scenario.transport == "tls":
+            authority.create(self._certificates)
+            for name in (SERVER, *scenario.names):
+                authority.issue(self._certificates, Address(name))
+            tls = Identity.load(self._certificates / authority.ISSUED / SERVER)
+        return TcpTransport(listen=HostPort("127.0.0.1", 0), tls=tls)
 
     def server_options(self) -> dict[str, Any]:
         """Real sockets, and no patience."""
@@ -121,11 +133,20 @@ class Processes(Rounds):
             await anyio.sleep(0.2)
 
     def _start(self, index: int, report: Path) -> ForkServerProcess:
-        place = self._socket
+        place: Path | HostPort = self._socket
         if isinstance(self._transport, TcpTransport):
             assert self._transport.place is not None
-            place = self._transport.place  # type: ignore[assignment]
-        orders = SiteOrders(index, self.scenario, self._backend, place, self.scratch, report)
+            place = self._transport.place
+        identity = self._certificates / authority.ISSUED / self.scenario.name(index)
+        orders = SiteOrders(
+            index=index,
+            scenario=self.scenario,
+            backend=self._backend,
+            place=place,
+            identity=identity if self.scenario.transport == "tls" else None,
+            scratch=self.scratch,
+            report=report,
+        )
         process = _CONTEXT.Process(target=live, args=(orders,))
         process.start()
         self._alive[index] = process

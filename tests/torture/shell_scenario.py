@@ -132,6 +132,7 @@ class ShellScenario:
         deadline: Of every transfer; None: none.
         drain: The drain window.
         signals: In a run with processes: seconds, site, and what it gets.
+        transport: In a run with processes.
     """
 
     seed: int
@@ -153,6 +154,7 @@ class ShellScenario:
     deadline: float | None = None
     drain: float = 5.0
     signals: tuple[Signal, ...] = ()
+    transport: Literal["unix", "tcp", "tls"] = "unix"
 
     def name(self, index: int) -> str:
         """The address of a site, or of the server."""
@@ -344,7 +346,13 @@ def _with_processes(scenario: ShellScenario, random: Random) -> ShellScenario:
     if random.random() < 0.3:
         endings = (Ending("leave", random.uniform(0.0, 0.5)),)
     sites = tuple(
-        replace(site, behind=False, mood=site.mood if site.mood == "fails" else "", trains=0.1)
+        replace(
+            site,
+            behind=False,
+            mute=False,
+            mood=site.mood if site.mood == "fails" else "",
+            trains=0.1,
+        )
         for site in scenario.sites[:3]
     )
     return replace(
@@ -352,6 +360,7 @@ def _with_processes(scenario: ShellScenario, random: Random) -> ShellScenario:
         sites=sites,
         elements=random.choice((200, 150_000, 1_000_000, 4_000_000)),
         rounds=random.choice((2, 4)),
+        transport=random.choice(("unix", "tcp", "tls")),
         signals=tuple(one for one in signals if one.site < len(sites)),
         endings=endings,
         min_responses=1,

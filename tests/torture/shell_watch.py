@@ -127,6 +127,7 @@ class Watch:
             ViolationError: Something is open, was released twice or never, or is not true.
         """
         happened = {*injected, *(one.what for one in scenario.endings)}
+        happened |= {"left" for move in scenario.moves if move.below}
         for pulled in self.pulled:
             _check_transfer(pulled, scenario, happened)
         for published in self.published:
@@ -186,7 +187,7 @@ def _kind(reason: str) -> str:
 
 
 _ROUGH: Final = frozenset({"loss", "duplication", "reordering", "corruption", "cut", "slow"})
-_APART: Final = _ROUGH | {"partition", "kill", "close"}
+_APART: Final = _ROUGH | {"partition", "kill", "close", "left"}
 CAUSES: Final[dict[type[StreamoffError], frozenset[str]]] = {
     SourceLostError: _APART,
     TransferTimeoutError: _APART,

@@ -26,6 +26,7 @@ from streamoff.runtime.jobs import open_job
 from streamoff.scratch.janitor import JANITOR
 from streamoff.testing.leaks import LeakCheck, leaving_no_tasks
 from streamoff.transports.sockets import HostPort, TcpTransport, UnixTransport
+from streamoff.transports.tls import Identity
 from streamoff.types import Budgets, Verdict
 
 from .shell_rounds import contribution, difference
@@ -69,6 +70,7 @@ class SiteOrders:
         scenario: What is run.
         backend: Of its event loop.
         place: Where the server is.
+        identity: A directory with the site's certificate; None: there is no TLS.
         scratch: Where job roots are made.
         report: The file that says what it found.
     """
@@ -77,6 +79,7 @@ class SiteOrders:
     scenario: ShellScenario
     backend: str
     place: Place
+    identity: Path | None
     scratch: Path
     report: Path
 
@@ -118,10 +121,11 @@ class SiteLife:
         """Connect, and serve tasks until the server says goodbye or is gone for long."""
         orders, scenario = self._orders, self._orders.scenario
         place, site = orders.place, orders.scenario.sites[orders.index]
+        identity = None if orders.identity is None else Identity.load(orders.identity)
         transport = (
             UnixTransport(peers={SERVER: place})
             if isinstance(place, Path)
-            else TcpTransport(peers={SERVER: place})
+            else TcpTransport(peers={SERVER: place}, tls=identity)
         )
         name = scenario.name(orders.index)
         async with WatchedEndpoint(
