@@ -262,3 +262,29 @@ def test_a_loop_that_is_torn_down_leaves_no_root(tmp_path):
     assert asyncio.run(main()).cancelled()
     assert JANITOR.idle(30)
     assert list(tmp_path.iterdir()) == []
+
+
+@on_asyncio
+@pytest.mark.parametrize("strikes", [1, 2])
+async def test_an_opening_that_is_cancelled_the_asyncio_way_leaves_nothing(tmp_path, strikes):
+    """Struck once or twice in whichever instant of its opening, a job leaves no directory, and its name is free."""
+    async with world() as w:
+
+        async def use() -> None:
+            async with open_job("job", w.server, scratch=tmp_path):
+                await anyio.sleep_forever()
+
+        for steps in range(16):
+            task = asyncio.ensure_future(use())
+            for _ in range(steps):
+                await anyio.lowlevel.checkpoint()
+            for _ in range(strikes):
+                task.cancel()
+                await anyio.lowlevel.checkpoint()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while w.server.jobs:  # noqa: ASYNC110 - its last thread ends on its own
+                await anyio.sleep(0.001)
+            assert await run_in_thread(JANITOR.idle, 30)
+            assert not w.server.open_jobs
+            assert list(tmp_path.iterdir()) == []

@@ -163,6 +163,7 @@ async def test_nothing_is_held_open_under_a_root_when_it_goes(tmp_path):
                 next(reader)
                 tensor = state["small"]
                 tensor.materialize()
+                await anyio.sleep(1)  # the search for dead roots is over
                 assert [Path(line).name for line in held_under(tmp_path)] == [".lease"]
             with pytest.raises(JobClosedError):
                 next(reader)

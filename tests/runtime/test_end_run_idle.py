@@ -127,3 +127,34 @@ async def test_a_read_in_a_foreign_thread_is_looked_at_now_and_then(tmp_path, an
         assert job.report.state is JobRootState.STUCK
         await until_gone(job)
         assert 0 < counted.count < TURNS
+
+
+@pytest.mark.parametrize(
+    "anyio_backend", ["asyncio"], indirect=True
+)  # trio would not let others run
+async def test_a_consumer_that_swallows_every_cancellation_is_stuck_like_any_other(tmp_path):
+    """Who catches each cancellation and goes on is named as stuck, and keeps its root, and nobody else, until it ends."""
+    over = False
+    swallowed = 0
+
+    async def stubborn() -> None:
+        nonlocal swallowed
+        while not over:
+            try:
+                await anyio.sleep(60)
+            except asyncio.CancelledError:
+                swallowed += 1
+
+    async with world() as w:
+        async with open_job("job", w.server, scratch=tmp_path, drain_window=0) as job:
+            consumer = job.start(stubborn, name="stubborn")
+            await anyio.sleep(0.01)
+        assert job.report.state is JobRootState.STUCK
+        assert [one.name for one in job.report.consumers] == ["stubborn"]
+        assert swallowed > 1
+        assert job.path.exists()
+        async with open_job("job", w.server, scratch=tmp_path):
+            over = True
+            assert await consumer.wait() is ConsumerEnd.FINISHED
+        await until_gone(job)
+    assert list(tmp_path.iterdir()) == []

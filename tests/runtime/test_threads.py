@@ -1,13 +1,17 @@
 """Blocking calls in worker threads."""
 
+import asyncio
 import threading
 
 import anyio
 import anyio.from_thread
+import anyio.lowlevel
 import pytest
 
 from streamoff.activity import at_work
 from streamoff.runtime.threads import run_in_thread, wait_from_thread
+
+on_asyncio = pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 
 
 async def test_result_and_arguments_pass_through():
@@ -53,6 +57,105 @@ async def test_cancellation_waits_for_the_call():
         leave.set()
     assert ended
     assert at_work() == 0
+
+
+@on_asyncio
+@pytest.mark.parametrize("strikes", [1, 3])
+async def test_asyncios_own_cancellation_waits_for_the_call_and_shows_afterwards(strikes):
+    """Struck while its call is under way, a task has the result first, and the cancellation at its next checkpoint."""
+    entered, leave = threading.Event(), threading.Event()
+    results: list[str] = []
+
+    def block() -> str:
+        entered.set()
+        leave.wait()
+        return "made"
+
+    async def caller() -> None:
+        results.append(await run_in_thread(block))
+        await anyio.lowlevel.checkpoint()
+        results.append("went on")
+
+    task = asyncio.ensure_future(caller())
+    while not entered.is_set():
+        await anyio.lowlevel.checkpoint()
+    for _ in range(strikes):
+        task.cancel()
+        await anyio.lowlevel.checkpoint()
+        assert at_work() == 1
+        assert not task.done()
+    leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert results == ["made"]
+    assert at_work() == 0
+
+
+@on_asyncio
+async def test_an_error_goes_before_asyncios_own_cancellation():
+    """What a call raises after its caller was struck is raised where it is called; the cancellation follows."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        entered.set()
+        leave.wait()
+        raise OSError("full")
+
+    async def caller() -> None:
+        with pytest.raises(OSError, match="full"):
+            await run_in_thread(fail)
+        await anyio.sleep_forever()
+
+    task = asyncio.ensure_future(caller())
+    while not entered.is_set():
+        await anyio.lowlevel.checkpoint()
+    task.cancel()
+    leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@on_asyncio
+async def test_a_timeout_of_asyncios_is_one_when_the_call_has_ended():
+    """A call that outlasts asyncio.timeout is waited for; the timeout is raised all the same."""
+    ended: list[bool] = []
+
+    async def pause() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(3)
+
+    def block() -> None:
+        wait_from_thread(pause)
+        ended.append(True)
+
+    async def bounded() -> None:
+        async with asyncio.timeout(1):
+            await run_in_thread(block)
+            await anyio.sleep_forever()
+
+    with pytest.raises(TimeoutError):
+        await bounded()
+    assert ended == [True]
+    assert anyio.current_time() == 3
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+@on_asyncio
+async def test_a_call_that_was_struck_before_it_began_is_not_made():
+    """A task that is struck on its way to a thread starts nothing there, at whichever of its steps."""
+    calls: list[int] = []
+    for steps in range(4):
+        task = asyncio.ensure_future(run_in_thread(calls.append, steps))
+        for _ in range(steps):
+            await anyio.lowlevel.checkpoint()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        made = list(calls)
+        await run_in_thread(threading.Event().wait, 0.01)
+        assert calls == made
 
 
 async def test_cancellation_before_the_start_runs_nothing():

@@ -345,18 +345,18 @@ class BaseEndpoint:
         targets = [Address(receiver) for receiver in receivers]
         return await self.notifier.notify(targets, Address(source), refs, reason)
 
-    async def start_job(self, supervise: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Start the supervisor of a job; it lives as long as it needs to.
+    def start_job(
+        self, job: ClosesWithEndpoint, supervise: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Start the supervisor of a job; it lives as long as it needs to, and no cancellation reaches it.
 
         Raises:
             UsageError: The endpoint is closing. Nothing was started.
-
-        Cancellation: does not reach it; it takes no time.
         """
         if self._closing:
             raise UsageError("the endpoint is closing", got=self.address)
-        with anyio.CancelScope(shield=True):
-            await self._tasks.start(supervise)
+        self.jobs.add(job)
+        self._tasks.start_soon(supervise)
 
     async def run_transfer(
         self, transfer: Transfer, spawn: Callable[..., object] | None = None

@@ -21,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, TypeVarTuple, Unpack
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from streamoff.errors import (
     JobClosedError,
@@ -210,6 +210,7 @@ class Job:
             ledger, root.path, patience=space_wait, limiter=endpoint.resources.roots
         )
         self.guard = ReadGuard(name)
+        self.opened = anyio.Event()
         self.closed = anyio.Event()
         self.record = JobRoot(job=name, window=window)
         self.story = Story(f"job root {name}")
@@ -539,17 +540,16 @@ class Job:
 
     # --- the supervisor ---------------------------------------------------------------------------
 
-    async def supervise(self, *, task_status: TaskStatus[None]) -> None:
+    async def supervise(self) -> None:
         """Run the nursery and, when the body is left, the drain; whatever happens, waiters are woken."""
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as nursery:
                     self._nursery = nursery
-                    self.endpoint.jobs.add(self)
                     nursery.start_soon(self._keep_lease)
                     nursery.start_soon(self._reap)
                     nursery.start_soon(self.space.watch)
-                    task_status.started()
+                    self.opened.set()
                     await self._closing.wait()
                     await self._drain()
                     if self.record.state is JobRootState.STUCK:
@@ -787,13 +787,23 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
                     storage=self._storage,
                     space_wait=self._space_wait,
                 )
-                await self._endpoint.start_job(job.supervise)
+                self._endpoint.start_job(job, job.supervise)
             except BaseException:
                 with anyio.CancelScope(shield=True):
                     await run_in_thread(_remove_root, root, limiter=roots)
                 raise
         except BaseException:
             self._endpoint.open_jobs.discard(self._name)
+            raise
+        try:
+            with anyio.CancelScope(shield=True):
+                await job.opened.wait()
+        except (
+            BaseException
+        ):  # asyncio's own cancellation, or an interrupt: the job ends before it began
+            job.close()
+            with anyio.CancelScope(shield=True):
+                await job.closed.wait()
             raise
         self._job = job
         job.body.__enter__()

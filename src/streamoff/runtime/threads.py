@@ -1,14 +1,16 @@
 """Blocking calls in worker threads, counted, so that virtual time does not run away from them.
 
 A call is never abandoned: a write that goes on after its caller has left lands in whatever file reuses the
-descriptor. Cancellation therefore waits for the call, and long work is cut into short calls.
+descriptor. Cancellation therefore waits for the call, and long work is cut into short calls. asyncio's own
+cancellation passes every shield; here it is caught, and struck again when the call has ended.
 """
 
+import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
-from typing import TypeVar, TypeVarTuple, Unpack
+from contextlib import nullcontext, suppress
+from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.from_thread
@@ -49,9 +51,92 @@ async def run_in_thread(
     async with limiter or anyio.to_thread.current_default_thread_limiter():
         # counted here and not in the thread: the count may fall only when the result is in the loop's hands
         with working():
-            return await anyio.to_thread.run_sync(
-                _counted, fn, args, limiter=anyio.CapacityLimiter(math.inf)
-            )
+            call = _Call(lambda: fn(*args))
+            try:
+                return await anyio.to_thread.run_sync(
+                    call.run, limiter=anyio.CapacityLimiter(math.inf)
+                )
+            except asyncio.CancelledError as struck:
+                if struck is call.error or call.revoke():
+                    raise
+                await call.outlast()
+                _strike_again(struck)
+            return call.outcome()
+
+
+class _Call(Generic[T]):
+    """One call, which a thread makes while somebody may lose interest in it.
+
+    Args:
+        fn: What to call.
+    """
+
+    __slots__ = ("_began", "_ended", "_fn", "_lock", "_result", "_tell", "error")
+
+    def __init__(self, fn: Callable[[], T]) -> None:
+        self._fn = fn
+        self._lock = threading.Lock()
+        self._began = self._ended = False
+        self._tell: Callable[[], object] | None = None
+        self._result: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> T:
+        """Make the call, unless it was revoked; in the thread."""
+        with self._lock:
+            revoked, self._began = self._began, True
+        if revoked:
+            raise _RevokedError
+        _local.counted = True
+        try:
+            result = self._fn()
+            self._result.append(result)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            _local.counted = False
+            with self._lock:
+                self._ended, tell = True, self._tell
+            if tell is not None:
+                tell()
+        return result
+
+    def revoke(self) -> bool:
+        """Let it not begin; False if it has."""
+        with self._lock:
+            began, self._began = self._began, True
+        return not began
+
+    async def outlast(self) -> None:
+        """Wait until it has ended, however often this task is struck meanwhile; on asyncio."""
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        with self._lock:
+            if self._ended:
+                return
+            self._tell = lambda: loop.call_soon_threadsafe(over.set)
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    def outcome(self) -> T:
+        """What it returned, or raise what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
+
+class _RevokedError(Exception):
+    """Nobody waits for a call that did not begin."""
+
+
+def _strike_again(struck: asyncio.CancelledError) -> None:
+    """Let the cancellation show at the next checkpoint, and count as often as it was asked for."""
+    task = asyncio.current_task()
+    assert task is not None
+    if task.cancelling():
+        task.uncancel()
+    task.cancel(*struck.args)
 
 
 def wait_from_thread(async_fn: Callable[[Unpack[Ts]], Awaitable[T]], *args: *Ts) -> T:
@@ -84,14 +169,6 @@ def resting_threads(loop: object) -> frozenset[int]:
         Thread idents. Meant for virtual clocks, and only exact when asked from inside that loop.
     """
     return frozenset(ident for ident, waits_for in _resting.items() if waits_for is loop)
-
-
-def _counted(fn: Callable[[Unpack[Ts]], T], args: tuple[*Ts]) -> T:
-    _local.counted = True
-    try:
-        return fn(*args)
-    finally:
-        _local.counted = False
 
 
 async def _rested(
