@@ -41,6 +41,23 @@ def test_the_message_says_what_was_expected_what_came_and_where() -> None:
     assert isinstance(error, OSError)
 
 
+def test_a_message_says_what_is_known_and_no_more() -> None:
+    """What was expected is left out where nothing was; what came stands alone then."""
+    assert str(StreamoffError("it broke", got="abc")) == "it broke: abc"
+    assert str(StreamoffError("it broke", expected=3)) == "it broke: expected 3, got None"
+
+
+def test_a_log_has_the_message_without_its_story() -> None:
+    """One line, without what the reader knows from elsewhere."""
+    error = StreamoffError(
+        "it broke", got=4, site="site-1", path="/x", hint="Mend it", story=("a",)
+    )
+    assert error.line() == "it broke: 4 [site=site-1, path=/x]. Mend it"
+    assert error.line("site") == "it broke: 4 [path=/x]. Mend it"
+    assert error.line("site", "path") == "it broke: 4. Mend it"
+    assert str(error).startswith(error.line() + "\n")
+
+
 def test_outer_layers_add_what_inner_ones_could_not_know() -> None:
     """A fact that is there stays; one that is missing is added."""
     error = StreamoffError("it broke", site="inner").located(site="outer", ref="r1")

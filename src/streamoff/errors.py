@@ -103,8 +103,10 @@ class StreamoffError(Exception):
             known: Facts of ``where`` that the reader has from elsewhere.
         """
         parts = [self.what]
-        if self.expected is not None or self.got is not None:
+        if self.expected is not None:
             parts.append(f"expected {_short(self.expected)}, got {_short(self.got)}")
+        elif self.got is not None:
+            parts.append(_short(self.got))
         text = ": ".join(parts)
         where = {name: value for name, value in self.where.items() if name not in known}
         if where:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -62,6 +64,39 @@ async def test_a_ref_is_kept_for_one_hop_and_passed_on_as_it_is() -> None:
         outcome = await delivery.wait()
         assert outcome.status is OutcomeStatus.COMPLETED
         assert server.statistics().publisher.completed == 1
+
+
+async def test_two_consumers_behind_one_relay_have_a_copy_each() -> None:
+    """Sent once for each consumer, a model is let go with the last confirmation, round after round."""
+    net = MemoryNetwork(latency=0.1)
+    async with connected("site-1", net=net) as (server, site), AsyncExitStack() as stack:
+        trainers = []
+        for name in ("site-1.t0", "site-1.t1"):
+            trainer = await stack.enter_async_context(Endpoint(name, transports=[net]))
+            await trainer.connect("site-1")
+            trainers.append(trainer)
+        boxes = [stack.enter_context(one.receive(TOPIC)) for one in trainers]
+        box = stack.enter_context(site.receive(TOPIC))
+        held: list[weakref.ref[torch.Tensor]] = []
+        for _ in range(6):
+            tree = dict(tensors_of(3))
+            held += [weakref.ref(tensor) for tensor in tree.values()]
+            deliveries = [
+                await server.send("site-1", TOPIC, tree, receivers=[one.address], pass_through=True)
+                for one in trainers
+            ]
+            del tree
+            for trainer in trainers:
+                await site.send(trainer.address, TOPIC, (await anext(box)).tree)
+            for inbox, delivery in zip(boxes, deliveries, strict=True):
+                await (await anext(inbox)).decode()
+                assert (await delivery.wait()).status is OutcomeStatus.COMPLETED
+            gc.collect()
+            assert not any(reference() is not None for reference in held)
+            assert server.statistics().publisher.open == 0
+        assert site.statistics().relay.bytes_forwarded > 0
+        assert site.statistics().downloads.ended == {}
+        await anyio.sleep(1)
 
 
 async def test_the_mark_is_for_one_hop() -> None:

@@ -220,6 +220,69 @@ async def test_what_is_not_acknowledged_is_bounded_and_given_up():
         assert w.server.statistics().mailbox.unacked == 1
 
 
+async def test_a_message_is_given_up_by_the_clock():
+    """Whoever posted a message that nobody acknowledges hears that after ten minutes, with or without a next one."""
+    heard: list[tuple[float, StreamoffError | None]] = []
+    async with world(sites=0) as w, puppet(w.network, "mute") as mute:
+        for _ in range(2):
+            w.server.mailbox.post(
+                mute.address,
+                "topic",
+                (),
+                on_answer=lambda e: heard.append((anyio.current_time(), e)),
+            )
+            await anyio.sleep(100)
+        await anyio.sleep(600)
+        assert [at for at, _ in heard] == [600, 700]
+        assert all(isinstance(error, UnreachableError) for _, error in heard)
+        assert "within 600 s" in str(heard[0][1])
+        statistics = w.server.statistics().mailbox
+        assert (statistics.unacked, statistics.undelivered) == (0, 2)
+
+
+async def test_the_end_of_an_endpoint_is_an_answer_to_what_it_sent():
+    """Nobody waits for an acknowledgement that cannot come any more: leaving answers every message, once."""
+    answers = Answers()
+    network = MemoryNetwork()
+    async with BaseEndpoint("a", transports=[network]) as a:
+        inbox = a.mailbox.subscribe("topic")
+        async with BaseEndpoint("b", transports=[network], close_timeout=1) as b:
+            await b.connect("a")
+            b.mailbox.post(Address("a"), "topic", body("heard"), on_answer=answers)
+            await settled_tasks()
+            network.partition("a", "b")
+            b.mailbox.post(Address("a"), "topic", body("lost"), on_answer=answers)
+        assert [error is None for error in answers.all] == [True, False]
+        assert "the endpoint is closing" in str(answers.all[1])
+        assert await take(inbox, 1) == ["heard"]
+        network.heal("a", "b")
+
+
+async def test_what_becomes_of_messages_is_counted(caplog):
+    """Refusals at either end, repetitions and what waits are counted, and refusals are a line at both."""
+    caplog.set_level("INFO", "streamoff.messages")
+    network = MemoryNetwork(latency=1)
+    async with world(network=network) as w:
+        w.site.mailbox.post(SERVER, "nothing", body("x"))
+        await anyio.sleep(2.1)
+        assert w.server.statistics().mailbox.refused == 1
+        assert w.site.statistics().mailbox.undelivered == 1
+        assert caplog.messages == [
+            "server refused a message of site-1 on 'nothing': nobody reads 'nothing'",
+            "site-1: a message to server on 'nothing' was not delivered: the message was refused: unknown_topic: nobody reads 'nothing'",
+        ]
+        inbox = w.server.mailbox.subscribe("results")
+        w.site.mailbox.post(SERVER, "results", body("123"))
+        network.cut("server", "site-1")
+        network.mend("server", "site-1")
+        await anyio.sleep(20)
+        now = w.server.statistics().mailbox
+        assert (now.subscriptions, now.queued, now.queued_bytes, now.remembered) == (1, 1, 3, 1)
+        assert w.site.statistics().mailbox.repeated == 1
+        await take(inbox, 1)
+        assert w.server.statistics().mailbox.queued_bytes == 0
+
+
 async def test_a_callback_that_fails_costs_nothing():
     """What a callback of a message raises is logged; link and later messages are as before."""
 

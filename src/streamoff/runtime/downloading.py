@@ -826,4 +826,4 @@ _STILL_WAITS: Final = frozenset({ErrorCode.BAD_RANGE, ErrorCode.LIMIT, ErrorCode
 
 def _refusal(code: ErrorCode, detail: str) -> StreamoffError:
     kind = _REFUSALS.get(code, PeerRefusedError)
-    return kind(f"the source refused ({code.value}): {detail}")
+    return kind(f"the source refused ({code.value}): {detail.removeprefix(f'{code.value}: ')}")

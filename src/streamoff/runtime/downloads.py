@@ -215,7 +215,7 @@ class Downloads:
         for transfer in ended:
             transfer.fail(_source_failed(transfer.ref, frame.reason))
         self._links.send(Ack(to=to, sender=me, of=AckOf.NOTICE, id=frame.id))
-        text = "%s: %s says that %s is dead (%s): %d downloads end, %d refs are remembered"
+        text = "%s: %s says that %s is dead (%s); downloads ended: %d, refs remembered: %d"
         facts = (to, frame.source, frame.reason, len(ended), len(dead))
         self._lines.tell(notices, logging.INFO, "heard", text, me, *facts)
 

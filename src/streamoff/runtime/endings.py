@@ -22,7 +22,16 @@ from streamoff.errors import (
 from streamoff.runtime.sparing import Lines
 from streamoff.types import Address, Outcome, OutcomeStatus, Verdict
 
-__all__ = ["LEVELS", "End", "Endings", "end_of_error", "end_of_outcome", "failures", "some"]
+__all__ = [
+    "LEVELS",
+    "End",
+    "Endings",
+    "cause_of",
+    "end_of_error",
+    "end_of_outcome",
+    "failures",
+    "some",
+]
 
 NAMED: Final = 4
 """Refs, slots or receivers that a line names; the others are counted."""
@@ -91,13 +100,22 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(every[:NAMED]) + more
 
 
-def failures(outcome: Outcome) -> tuple[str, ...]:
-    """Who failed in a transaction, and why: the slot and its first reason."""
-    return tuple(
-        f"{slot}: {next(end.reason for end in ends.values() if end.verdict is Verdict.FAILED)}"
+def failures(outcome: Outcome) -> dict[str, str]:
+    """The slots of a transaction that failed on some ref, and the first reason of each."""
+    failed = {
+        slot: [end.reason for end in ends.values() if end.verdict is Verdict.FAILED]
         for slot, ends in outcome.slots.items()
-        if any(end.verdict is Verdict.FAILED for end in ends.values())
-    )
+    }
+    return {slot: reasons[0] for slot, reasons in failed.items() if reasons}
+
+
+def cause_of(outcome: Outcome) -> str:
+    """Why a transaction did not complete: its reason, and those of its slots that have others."""
+    failed = failures(outcome)
+    alike = [slot for slot, reason in failed.items() if reason == outcome.reason]
+    others = [f"{slot}: {reason}" for slot, reason in failed.items() if reason != outcome.reason]
+    whose = f" ({some(alike)})" if alike and len(outcome.slots) > 1 else ""
+    return "; ".join(filter(None, (f"{outcome.reason}{whose}", some(others))))
 
 
 class Endings:

@@ -330,6 +330,9 @@ class Links:
         if self.live.get(driver.peer) is driver:
             self._take_out_of_service(driver)
         self.lost += 1
+        if self._stopped:
+            logger.debug("%s closed the link to %s", self.me, driver.peer)
+            return
         text, why = "%s lost the link to %s: %s", cause.line("peer")
         self._lines.tell(logger, logging.INFO, "link lost", text, self.me, driver.peer, why)
 

@@ -345,7 +345,7 @@ class Mailbox:
     def repeat(self, along: Callable[[Address], bool]) -> None:
         """A new way: send again what has not been acknowledged and goes that way."""
         for waiting in tuple(self._unacked.values()):
-            if along(waiting.frame.to):
+            if along(waiting.frame.to) and self._can_reach(waiting.frame.to):
                 self._repeated += 1
                 self._send(waiting.frame)
 

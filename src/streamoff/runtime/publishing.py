@@ -22,7 +22,7 @@ from streamoff.errors import (
 from streamoff.machines import serving as s, transaction as m
 from streamoff.machines.story import Story
 from streamoff.machines.tombstones import Tombstones
-from streamoff.runtime.endings import End, Endings, end_of_outcome, failures, some
+from streamoff.runtime.endings import End, Endings, cause_of, end_of_outcome, failures, some
 from streamoff.runtime.link import Deferred, Inbound
 from streamoff.runtime.pool import Buffer
 from streamoff.runtime.resources import MAX_WINDOW, Resources
@@ -709,9 +709,8 @@ class Publisher:
         self._lines.tell(logger, logging.ERROR, kind, text, self.address, tx.id, exc_info=error)
 
     def _tell_end(self, tx: Transaction, outcome: Outcome) -> None:
-        failed = failures(outcome)
         self._statuses[outcome.status] += 1
-        self._slots_failed += len(failed)
+        self._slots_failed += len(failures(outcome))
         served = sum(end.nbytes for ends in outcome.slots.values() for end in ends.values())
         completed = outcome.status is OutcomeStatus.COMPLETED
         self._endings(
@@ -722,7 +721,7 @@ class Publisher:
                 "site": some(outcome.slots),
                 "ref": some(tx.record.refs),
             },
-            cause="" if completed else "; ".join(filter(None, (outcome.reason, some(failed)))),
+            cause="" if completed else cause_of(outcome),
             cleaned=f"{served} bytes served; {_let_go(tx)}",
             story=() if completed else tx.story.lines(),
         )
