@@ -798,9 +798,8 @@ class open_job:  # noqa: N801 - reads as what it does: async with open_job(...) 
         try:
             with anyio.CancelScope(shield=True):
                 await job.opened.wait()
-        except (
-            BaseException
-        ):  # asyncio's own cancellation, or an interrupt: the job ends before it began
+        except BaseException:
+            # asyncio's own cancellation, or an interrupt: the job ends before it began
             job.close()
             with anyio.CancelScope(shield=True):
                 await job.closed.wait()
