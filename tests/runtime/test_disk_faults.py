@@ -1,7 +1,10 @@
 """Disks that are full and quotas that are spent: said with numbers, told to the producer, and of no concern to others."""
 
+import errno
+import logging
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,11 +12,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamoff.errors import NoSpaceError, StreamoffError
+from streamoff.errors import LandingError, NoSpaceError, ScratchError, StreamoffError
 from streamoff.runtime.downloading import Terms
 from streamoff.runtime.jobs import ConsumerEnd, open_job
+from streamoff.runtime.space import SPACE_WAIT_SECONDS
 from streamoff.runtime.threads import run_in_thread
-from streamoff.types import MIB, OutcomeStatus
+from streamoff.tensors.landing import Landing
+from streamoff.tensors.layout import Layout
+from streamoff.tensors.lazy import LazyStateDict
+from streamoff.types import MIB, OutcomeStatus, Ref
 
 from ..disks import crumbled, fill, image, tmpfs
 from .world import (
@@ -37,6 +44,7 @@ from .world import (
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 DISK = 16 * MIB
+GIB = 1024 * MIB
 
 
 @pytest.fixture
@@ -166,3 +174,174 @@ async def test_a_full_disk_is_the_reason_also_when_the_run_is_aborted_meanwhile(
             else:
                 assert attempt.cancelled
         w.assert_idle()
+
+
+async def test_a_payload_beyond_the_disk_is_refused_before_a_byte_of_it_lands(small_disk):
+    """Ten GiB for sixteen MiB: no file is made, no patience helps, and both numbers are told."""
+    async with (
+        world() as w,
+        open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job,
+    ):
+        tx, ref = w.offer(ComputedSource(10 * GIB))
+        attempt = Attempt()
+        await attempt.run(partial(job.download, ref, disk(job)))
+        assert isinstance(attempt.error, NoSpaceError)
+        assert_told(attempt.error, await tx.wait(), needed=ref.size)
+        free = attempt.error.where["free"]
+        assert isinstance(free, int)
+        assert free <= DISK
+        assert attempt.error.where["path"] == job.path
+        assert attempt.seconds == 0
+        assert files(job.path) == [".lease"]
+        assert not (job.path / "transfer-000001").exists()
+        assert w.site.publisher.statistics().bytes_served <= 4 * MIB  # the header came in a chunk
+
+
+async def test_where_the_room_is_unknown_the_disk_has_the_last_word(small_disk, monkeypatch):
+    """A disk that cannot be asked is tried: it refuses itself, typed, and what fits lands."""
+
+    def unknown(_path: object) -> os.statvfs_result:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    async with (
+        world() as w,
+        open_job("job", w.server, scratch=small_disk, ram_backed="allow", space_wait=0) as job,
+    ):
+        monkeypatch.setattr(os, "statvfs", unknown)
+        tx, ref = w.offer(ComputedSource(20 * MIB))
+        attempt = Attempt()
+        await attempt.run(partial(job.download, ref, disk(job)))
+        assert isinstance(attempt.error, NoSpaceError)
+        assert_told(attempt.error, await tx.wait(), needed=ref.size)
+        assert attempt.error.where["code"] == "ENOSPC"
+        assert "free" not in attempt.error.where
+        await swept()
+        assert (job.ledger.used, files(job.path)) == (0, [".lease"])
+        _, fits = w.offer(ComputedSource(10 * MIB))
+        assert_pattern(await job.download(fits, disk(job)))
+
+
+async def test_a_disk_that_stays_full_is_not_stormed(small_disk, caplog):
+    """While the disk is full a payload is pulled once, tried a few times, told in two lines, and given up in time."""
+    caplog.set_level(logging.DEBUG)
+    tries: list[Layout] = []
+    async with (
+        world() as w,
+        open_job("job", w.server, scratch=small_disk, ram_backed="allow") as job,
+    ):
+        hog = await run_in_thread(fill, small_disk)
+
+        def landing(layout: Layout) -> Landing:
+            tries.append(layout)
+            return job.landing(layout)
+
+        tx, ref = w.offer(ComputedSource(8 * MIB))
+        attempt = Attempt()
+        await attempt.run(partial(job.download, ref, Terms(landing=landing, space=job.space)))
+        assert isinstance(attempt.error, NoSpaceError)
+        assert_told(attempt.error, await tx.wait(), needed=ref.size)
+        assert attempt.seconds == SPACE_WAIT_SECONDS
+        assert len(tries) == 1  # it never seemed to fit
+        assert w.site.publisher.statistics().bytes_served <= 4 * MIB
+        assert len([line for line in caplog.messages if ref.id in line]) <= 3
+        hog.unlink()
+
+
+async def test_a_durable_landing_is_on_the_disk_or_fails(tmp_path):
+    """What the kernel took and the disk then refuses is no payload: the source hears that it failed."""
+    with (
+        tmpfs(tmp_path / "ram", "size=6m") as ram,  # a disk that has less than it says
+        image(tmp_path / "disk", ram / "image", mebibytes=32) as mount,
+    ):
+        async with world() as w, open_job("job", w.server, scratch=mount, durable=True) as job:
+            tx, ref = w.offer(ComputedSource(16 * MIB))
+            attempt = Attempt()
+            await attempt.run(partial(job.download, ref, disk(job)))
+            assert isinstance(attempt.error, LandingError)
+            assert attempt.error.where["code"] in {"EIO", "ENOSPC"}
+            assert (await tx.wait()).status is OutcomeStatus.FAILED
+
+
+async def test_files_go_with_their_last_reader(tmp_path):
+    """Twenty updates, three at a time, each read and let go: the disk never has more than those and one."""
+    size = 2 * MIB
+    on_disk: list[int] = []
+    async with world(sites=20) as w, open_job("job", w.server, scratch=tmp_path) as job:
+        at_once = anyio.CapacityLimiter(3)
+
+        def look(*_: object) -> None:
+            blocks = (path.lstat().st_blocks for path in job.path.rglob("payload*"))
+            on_disk.append(512 * sum(blocks))
+
+        async def use(ref: Ref) -> None:
+            async with at_once:
+                state = await job.download(ref, disk(job, progress=look))
+                assert isinstance(state, LazyStateDict)
+                assert_pattern(state)
+                state.release()
+                await swept()
+                assert not state.path.exists()
+
+        async with tasks() as group:
+            for site in w.sites:
+                group.start_soon(use, w.offer(ComputedSource(size), site=site)[1])
+        assert size < max(on_disk) <= 4 * (size + 64 * 1024)
+        assert job.ledger.peak <= 4 * (size + 64 * 1024)
+        assert files(job.path) == [".lease"]
+
+
+@pytest.mark.parametrize("setting", ["warn", "refuse", "allow"])
+async def test_scratch_in_memory_is_warned_about_refused_or_allowed(small_disk, caplog, setting):
+    """A job on a tmpfs does as it was told, and the warning and the refusal name the mount."""
+    async with world() as w:
+        if setting == "refuse":
+            with pytest.raises(ScratchError, match=f"tmpfs mounted at {small_disk}"):
+                async with open_job("job", w.server, scratch=small_disk, ram_backed="refuse"):
+                    pass
+        else:
+            async with open_job("job", w.server, scratch=small_disk, ram_backed=setting) as job:
+                _, ref = w.offer(state_dict())
+                assert_same(await job.download(ref, disk(job)), state_dict())
+    told = [line for line in caplog.messages if str(small_disk) in line]
+    assert len(told) == (setting == "warn")
+    assert list(small_disk.iterdir()) == []
+
+
+OVERFULL = """
+import sys
+import anyio
+from tests.runtime.world import ComputedSource, disk, world
+from streamoff.errors import NoSpaceError, TruncatedFileError
+from streamoff.runtime.jobs import open_job
+from streamoff.types import MIB
+import os
+
+
+async def main():
+    async with (
+        world() as w,
+        open_job("job", w.server, scratch=sys.argv[1], ram_backed="allow", space_wait=0) as job,
+    ):
+        try:
+            await job.download(w.offer(ComputedSource(20 * MIB))[1], disk(job))
+        except NoSpaceError as error:
+            print("full", error.needed > error.free)
+        state = await job.download(w.offer(ComputedSource(6 * MIB))[1], disk(job))
+        os.truncate(state.path, MIB)
+        try:
+            state.tensor("w")
+        except TruncatedFileError:
+            print("truncated")
+
+
+anyio.run(main, backend=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_neither_a_full_nor_a_shrunken_file_is_a_bus_error(small_disk, backend):
+    """Nothing is written or read through a mapping: a process whose tmpfs is full, or whose file was cut, lives on."""
+    command = [sys.executable, "-c", OVERFULL, str(small_disk), backend]
+    here = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+    assert (done.returncode, done.stdout) == (0, "full True\ntruncated\n"), done.stderr

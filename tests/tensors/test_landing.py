@@ -303,6 +303,20 @@ def test_running_out_of_inodes_says_so(no_inodes: Path) -> None:
         DiskLanding(no_inodes).open(plan([("w", "U8", (1,))]))
 
 
+def test_any_number_of_tensors_is_one_file(tmp_path: Path) -> None:
+    """Fifty thousand tiny tensors land on a file system that has room for three files."""
+    layout = plan((f"w{number}", "F32", ()) for number in range(50_000))
+    content = memoryview(layout.header + bytes(layout.data_nbytes))
+    with tmpfs(tmp_path / "small", "size=16m,nr_inodes=3") as mount:
+        (mount / "transfer").mkdir()
+        landing = DiskLanding(mount / "transfer")
+        landing.open(layout)
+        landing.write(0, (content,), chunk_digest((content,)))
+        state = landing.finish()
+        assert len(state) == 50_000
+        assert [path.name for path in mount.rglob("*")] == ["transfer", PAYLOAD_NAME]
+
+
 FILE_SIZE_LIMIT = """
 import resource, sys, torch, pathlib
 from streamoff.errors import LandingError, NoSpaceError

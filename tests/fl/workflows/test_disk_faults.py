@@ -98,6 +98,7 @@ async def test_a_disk_fault_costs_the_site_it_befell(
                     await hand.fetch()
                 one = await hands[0].answer(model(1.0), weight=1.0)
                 assert (await one.wait()).status is OutcomeStatus.COMPLETED
+                await anyio.sleep(1)  # what is added on arrival is gone then
                 with fault(disk):
                     two = await hands[1].answer(model(100.0), weight=10.0)
                     told.append(reasons(await two.wait()))
@@ -119,6 +120,35 @@ async def test_a_disk_fault_costs_the_site_it_befell(
                     left = await run_in_thread(landed_bytes, job)
                     assert left == finished.state.layout.size
         assert entries(disk) == []
+
+
+@pytest.mark.parametrize("aggregation", ["columnar", "in_time"])
+async def test_a_disk_that_is_full_for_a_while_costs_nobody(
+    tmp_path: Path, aggregation: str
+) -> None:
+    """A result that arrives while somebody else has the space waits for it, and is in the average."""
+    with tmpfs(tmp_path / "disk", "size=16m") as disk:
+        async with World(disk) as world:
+            hands = [await world.hand(f"site-{number}") for number in (1, 2)]
+
+            async def sites() -> None:
+                for hand in hands:
+                    await hand.fetch()
+                one = await hands[0].answer(model(1.0))
+                assert (await one.wait()).status is OutcomeStatus.COMPLETED
+                await anyio.sleep(1)  # what is added on arrival is gone then
+                with full(disk):
+                    await hands[1].answer(model(3.0))
+                    await anyio.sleep(20)
+
+            async with world.open_job(ram_backed="allow") as job:
+                world.tasks.start_soon(sites)
+                workflow = federated(initial=MODEL, aggregation=aggregation)
+                async with workflow.run(job, ["site-1", "site-2"]) as rounds:
+                    finished = await anext(rounds)
+                    assert finished.accepted == ("site-1", "site-2")
+                    assert torch.equal(finished.state.tensor("layer"), model(2.0)["layer"])
+                    assert 21 <= finished.seconds < 23
 
 
 async def test_a_disk_that_gives_up_ends_the_round_and_the_job_in_order(tmp_path: Path) -> None:
