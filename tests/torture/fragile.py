@@ -18,6 +18,7 @@ class Fragile:
     """Seed 3 fails, seed 5 takes its process with it, seed 8 never ends."""
 
     name = "fragile"
+    attempts = 1
     most_shrinks = 50
     patience = 0.5
 

@@ -16,6 +16,7 @@ class Machines:
     """Machines alone, in virtual time, on a network that loses, doubles and reorders messages."""
 
     name = "machines"
+    attempts = 1
     most_shrinks = 500
     patience = 60.0
 

@@ -41,10 +41,9 @@ def test_endpoints_survive(backend: Literal["asyncio", "trio"], first: int) -> N
     assert {"done", "all_receivers_succeeded"} <= set(tally.ends)
 
 
-@pytest.mark.parametrize("seed", [11, 42])
+@pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_a_seed_is_a_story(seed: int) -> None:
     """The same seed goes wrong in the same way and ends in the same way, so that a failure can be found again."""
-    tiers: tuple[Tier, ...] = (Machines(), Shell("asyncio"))
-    for tier in tiers:
-        one, two = tier.run(tier.draw(seed)), tier.run(tier.draw(seed))
-        assert (one.injected, one.ends) == (two.injected, two.ends)
+    tier = Machines()
+    one, two = tier.run(tier.draw(seed)), tier.run(tier.draw(seed))
+    assert (one.injected, one.ends) == (two.injected, two.ends)

@@ -49,11 +49,13 @@ class Tier(Protocol):
 
     Args:
         name: On the command line.
+        attempts: How often a scenario is run before it is believed not to fail: threads end when they end.
         most_shrinks: Runs that making a scenario smaller may take.
         patience: Real seconds after which a run hangs.
     """
 
     name: str
+    attempts: int
     most_shrinks: int
     patience: float
 
@@ -127,13 +129,22 @@ def shrink(tier: Tier, seed: int, scenario: Any, error: Exception) -> Failure:
     candidates = tier.smaller(scenario)
     while runs < tier.most_shrinks and (candidate := next(candidates, None)) is not None:
         runs += 1
-        try:
-            tier.run(candidate)
-        except Exception as again:  # noqa: BLE001 - whatever it is
-            if what_of(again) == what:
-                scenario, error = candidate, again
-                candidates = tier.smaller(scenario)
+        again = _fails(tier, candidate, what)
+        if again is not None:
+            scenario, error = candidate, again
+            candidates = tier.smaller(scenario)
     return Failure(tier.name, seed, what, repr(scenario), _told(error), runs)
+
+
+def _fails(tier: Tier, scenario: Any, what: str) -> Exception | None:
+    """The error of a scenario, if one of its runs fails in a given way."""
+    for _ in range(tier.attempts):
+        try:
+            tier.run(scenario)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            if what_of(error) == what:
+                return error
+    return None
 
 
 def _told(error: BaseException) -> str:
