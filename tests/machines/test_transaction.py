@@ -47,8 +47,20 @@ def kinds(effects: tuple[object, ...]) -> tuple[type, ...]:
         {"refs": ["ref-1", "ref-1"]},
         {"min_receivers": 0},
         {"min_receivers": 2},
+        {"min_receivers": True},
+        {"min_receivers": 1.0},
     ],
-    ids=["no-slot", "slots", "same-ticket", "no-ref", "same-ref", "quorum-0", "quorum-2"],
+    ids=[
+        "no-slot",
+        "slots",
+        "same-ticket",
+        "no-ref",
+        "same-ref",
+        "quorum-0",
+        "quorum-2",
+        "quorum-bool",
+        "quorum-float",
+    ],
 )
 def test_an_impossible_transaction_is_refused(changes: dict[str, Any]) -> None:
     """No receiver, too many, a shared ticket, no ref, a repeated ref or an impossible quorum."""
@@ -579,6 +591,17 @@ def test_a_quorum_is_met_by_receivers_that_have_everything() -> None:
     strict.hand_over(0)
     strict.abort("deleted")
     assert not strict.outcome.quorum
+
+
+def test_a_quorum_is_met_without_who_never_came() -> None:
+    """A receiver that never opens fails at its budget; with enough others the quorum is met, and completed is not."""
+    desk = Desk(slots=2, min_receivers=1)
+    desk.hand_over(0)
+    assert desk.tick(math.nextafter(samples.BUDGETS.acquire, 0.0)) == ()
+    desk.tick(samples.BUDGETS.acquire)
+    assert desk.outcome.quorum
+    assert desk.outcome.succeeded == ("site-0",)
+    assert (desk.outcome.status, desk.outcome.reason) == (OutcomeStatus.FAILED, "acquire_timeout")
 
 
 def test_an_outcome_cannot_be_changed() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import pytest
 
-from streamoff.errors import TransferTimeoutError
+from streamoff.errors import TransferTimeoutError, UsageError
 from streamoff.payload.endpoint import Messages
 from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import Budgets, OutcomeStatus, Verdict
+from streamoff.types import Budgets, Outcome, OutcomeStatus, Verdict
 
 from .helpers import TOPIC, alike, assert_idle, connected, tensors_of
 
@@ -84,6 +86,52 @@ async def test_a_message_without_tensors_settles_when_it_is_acknowledged() -> No
         delivery.cancel("too late to matter")
         assert delivery.outcome is outcome
         assert two.statistics().mailbox.queued == 0
+
+
+async def test_the_outcome_of_a_message_is_the_same_kind_of_thing_without_tensors() -> None:
+    """With tensors or without, an outcome has the quorum view that was asked for, and cannot be changed."""
+    async with connected("site-1", "site-2") as (server, one, two):
+        for tree in (dict(tensors_of(1)), "hello"):
+            for impossible in (0, 3, 1.5):
+                with pytest.raises(UsageError, match="min_receivers"):
+                    await server.send(["site-1", "site-2"], TOPIC, tree, min_receivers=impossible)  # type: ignore[arg-type]
+            for enough in (1, 2):
+                with one.receive(TOPIC) as box:
+                    delivery = await server.send(
+                        ["site-1", "site-2"], TOPIC, tree, min_receivers=enough
+                    )
+                    await (await anext(box)).decode()
+                    outcome = await delivery.wait()
+                assert (outcome.status, outcome.quorum) == (OutcomeStatus.FAILED, enough == 1)
+                with pytest.raises(TypeError):
+                    outcome.slots["site-1"] = {}  # type: ignore[index]
+                with pytest.raises(TypeError):
+                    outcome.slots["site-1"]["message"] = None  # type: ignore[index]
+        assert_idle(server)
+        assert two.statistics().mailbox.queued == 0
+
+
+async def test_callbacks_of_a_send_get_its_outcome() -> None:
+    """Each callback is called once, in order, when the delivery settles: also when nobody takes the tensors."""
+    told: list[tuple[str, Outcome]] = []
+
+    def callback(name: str, outcome: Outcome) -> None:
+        told.append((name, outcome))
+
+    callbacks = (partial(callback, "first"), partial(callback, "second"))
+    async with connected("site-1") as (server, site):
+        with server.receive(TOPIC) as box:
+            taken = await site.send("server", TOPIC, dict(tensors_of(2)), on_settled=callbacks)
+            message = await anext(box)
+            assert told == []
+            await message.decode()
+            outcome = await taken.wait()
+            assert told == [("first", outcome), ("second", outcome)]
+            told.clear()
+            expired = await site.send("server", TOPIC, dict(tensors_of(1)), on_settled=callbacks)
+            outcome = await expired.wait()
+            assert outcome.reason == "acquire_timeout"
+            assert told == [("first", outcome), ("second", outcome)]
 
 
 async def test_a_message_without_tensors_is_waited_for_no_longer_than_acquire() -> None:

@@ -61,6 +61,7 @@ __all__ = [
     "WakeWaiters",
     "admit",
     "begin",
+    "check_quorum",
     "epitaph",
     "next_tick",
     "step",
@@ -149,8 +150,7 @@ def begin(
         raise UsageError("refs", expected="at least one, each once", got=refs)
     if len({slot.ticket for slot in slots}) != len(slots):
         raise UsageError("slots", expected="a ticket of its own for each", got="a repeated ticket")
-    if min_receivers is not None and not 1 <= min_receivers <= len(slots):
-        raise UsageError("min_receivers", expected=f"1 to {len(slots)}", got=min_receivers)
+    check_quorum(min_receivers, len(slots))
     servings = {
         (index, ref): Serving(slot, ref) for index, slot in enumerate(slots) for ref in refs
     }
@@ -165,6 +165,20 @@ def begin(
         activity=(now,) * len(slots),
         held=(0.0,) * len(slots),
     )
+
+
+def check_quorum(min_receivers: int | None, slots: int) -> None:
+    """Refuse a quorum that no outcome could meet, or that every one would.
+
+    Raises:
+        UsageError: It is not a whole number from 1 to the number of slots.
+    """
+    if min_receivers is None:
+        return
+    if type(min_receivers) is not int or not 1 <= min_receivers <= slots:
+        raise UsageError(
+            "min_receivers", expected=f"a whole number from 1 to {slots}", got=min_receivers
+        )
 
 
 def admit(record: Transaction, ticket: bytes, address: Address) -> int | None:
@@ -317,6 +331,7 @@ Event = (
     | CancelRequested
     | Ticked
     | Aborted
+    | SettleExpired
     | Forgotten
 )
 
@@ -457,7 +472,7 @@ def step(record: Transaction, event: Event) -> Step:
         case Aborted():
             record, effects = TRANSACTION.step(record, event)
             return _judge(record, event.now, effects)
-        case Forgotten():
+        case Forgotten() | SettleExpired():
             return TRANSACTION.step(record, event)
         case Ticked():
             return _tick(record, event.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import anyio
 
@@ -32,12 +33,14 @@ class Delivery:
         *,
         mailbox: Mailbox,
         acquire: float,
+        min_receivers: int | None = None,
         kept: Sequence[Batch] = (),
     ) -> None:
         self.targets = tuple(targets)
         self.transaction = transaction
         self._mailbox = mailbox
         self._acquire = acquire
+        self._min_receivers = min_receivers
         self._kept = tuple(kept)
         self._posted: dict[Address, int] = {}
         self._answers: dict[Address, StreamoffError | None] = {}
@@ -123,8 +126,9 @@ class Delivery:
             error = self._answers.get(target)
             good = target in self._answers and error is None
             why = "" if good else str(error or reason)
-            ends[target] = {
-                "message": SlotVerdict(Verdict.SUCCEEDED if good else Verdict.FAILED, why)
-            }
-        self._outcome = Outcome(status, reason, ends, settled_at=anyio.current_time())
+            verdict = SlotVerdict(Verdict.SUCCEEDED if good else Verdict.FAILED, why)
+            ends[target] = MappingProxyType({"message": verdict})
+        self._outcome = Outcome(
+            status, reason, MappingProxyType(ends), self._min_receivers, anyio.current_time()
+        )
         self._answered.set()

@@ -17,6 +17,7 @@ from streamoff.errors import (
     UnreachableError,
     UsageError,
 )
+from streamoff.machines.transaction import check_quorum
 from streamoff.payload.body import Body, join
 from streamoff.payload.context import DecodeContext
 from streamoff.payload.delivery import Delivery
@@ -228,7 +229,8 @@ class Endpoint(BaseEndpoint):
             pass_through: Ask the next endpoint to keep the refs instead of ending them.
             min_receivers: For the quorum view of the outcome.
             budgets: The producer's side counts; by default the endpoint's.
-            on_settled: Called with the outcome of a message with tensors of its own.
+            on_settled: Called with the outcome of a message with tensors of its own, in order, in the event loop,
+                before they are let go. They must not block; what they raise is logged.
             snapshot: Copy the tree's own tensors and arrays to files under this job's root first, charged to
                 its quota, and serve those: what is in memory may change as soon as this returns.
 
@@ -239,7 +241,7 @@ class Endpoint(BaseEndpoint):
             UnsupportedValueError, UnsupportedTensorError: Something that cannot travel. Nothing was sent.
             SingleConsumerError: A kept ref that has a consumer, or that would get several. Nothing was sent.
             UnreachableError: No way to a target. Nothing was sent, to nobody.
-            UsageError: No target, one twice, or another number of receivers.
+            UsageError: No target, one twice, another number of receivers, or an impossible quorum.
             LimitError: Too deep, too large, or too many messages wait. Nothing was sent.
             SourceChangedError, TransferError: The snapshot failed. Nothing was sent, nothing is left of it.
             JobClosedError: The job of the snapshot, or of a lazy tensor, is closing. Nothing was sent.
@@ -251,6 +253,7 @@ class Endpoint(BaseEndpoint):
         if not targets or len(set(targets)) != len(targets):
             raise UsageError("targets", expected="at least one, each once", got=targets)
         slots = _slots(targets, receivers, pass_through=pass_through)
+        check_quorum(min_receivers, len(slots))
         self._check_reachable(targets)
         encoded = encode(tree, self.limits)
         kept = [one.batch for one in encoded.kept]
@@ -270,6 +273,7 @@ class Endpoint(BaseEndpoint):
             transaction,
             mailbox=self.mailbox,
             acquire=(budgets or self.budgets).acquire,
+            min_receivers=min_receivers,
             kept=kept,
         )
         try:
