@@ -103,6 +103,10 @@ def test_a_ticket_is_not_shown() -> None:
         {"hold": float("inf")},
         {"acquire": True},
         {"settle": "1"},
+        {"confirm": (5.0,)},
+        {"backoff": 2.0},
+        {"backoff": [2.0, 4.0]},
+        {"backoff": (2.0, -4.0)},
     ],
 )
 def test_a_budget_is_a_finite_number_of_seconds(fields: dict[str, Any]) -> None:

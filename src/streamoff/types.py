@@ -360,7 +360,11 @@ class Budgets:
             value = getattr(self, item.name)
             if value is None and item.name == "deadline":
                 continue
-            for number in value if isinstance(value, tuple) else (value,):
+            several = item.name == "backoff"
+            if several is not isinstance(value, tuple):
+                wanted = "a tuple of seconds" if several else "a number of seconds"
+                raise UsageError(f"budget {item.name!r}", expected=wanted, got=value)
+            for number in value if several else (value,):
                 if isinstance(number, bool) or not isinstance(number, (int, float)):
                     raise UsageError(
                         f"budget {item.name!r}", expected="a number of seconds", got=number
