@@ -10,14 +10,23 @@ from functools import partial
 import anyio
 import pytest
 
-from streamoff.errors import StreamoffError, UnreachableError
+from streamoff.errors import GoneError, StreamoffError, UnreachableError
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import CROWDED_BYTES, SILENCE_SECONDS
 from streamoff.runtime.pool import LAPSE_SECONDS, POOL_BYTES
+from streamoff.runtime.publishing import Transaction
 from streamoff.transports.sockets import UnixTransport
-from streamoff.types import MIB, Address, Slot
+from streamoff.types import MIB, Address, Budgets, OutcomeStatus, Slot
 
-from ..runtime.world import Attempt, ComputedSource, assert_pattern, memory, settled_tasks
+from ..runtime.world import (
+    Attempt,
+    ComputedSource,
+    Gate,
+    assert_pattern,
+    memory,
+    settled_tasks,
+    tasks,
+)
 from .real import Cable, Net, cable, settled
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -150,3 +159,58 @@ async def test_a_relay_takes_no_more_for_a_peer_than_that_can_get_rid_of(unix: N
         wire.go_on()
         assert (await anext(inbox)).sender == writer.address
         inbox.close()
+
+
+async def test_a_source_that_hangs_is_given_up_and_its_receiver_told(unix: Net):
+    """A transaction that ends while its source hangs says so when its settle budget is over, along the same link."""
+    gate = Gate()
+    async with (
+        star(unix, "server", ["site-1"]) as (server, [site], _),
+        tasks(gate) as group,
+    ):
+        source = ComputedSource(9 * MIB, gate)
+        slot = Slot(secrets.token_bytes(16))
+        tx = site.publish([source], [slot], budgets=Budgets(settle=7))
+        attempt = Attempt()
+        transfer = server.transfer(tx.refs(0)[0], memory())
+        group.start_soon(attempt.run, partial(server.run_transfer, transfer))
+        await gate.reached()
+        tx.cancel("no more")
+        let_go = [source.closed]
+        await attempt.over.wait()
+        assert isinstance(attempt.error, GoneError)
+        assert attempt.seconds == 7
+        assert [*let_go, source.closed] == [False, True]
+        assert gate.waiting == 1, "the read goes on"
+        assert server.statistics().links == 1
+        gate.open()
+
+
+async def test_an_endpoint_whose_source_hangs_tells_before_it_can_leave(unix: Net):
+    """The thread of a read that hangs keeps its endpoint; whoever waits for the outcome has it after the close timeout."""
+    gate = Gate()
+    told: list[float] = []
+
+    async def wait(tx: Transaction) -> None:
+        assert (await tx.wait()).status is OutcomeStatus.ABORTED
+        told.append(anyio.current_time())
+        await anyio.sleep(100)
+        gate.open()
+
+    async with (
+        BaseEndpoint("server", transports=[unix.server("server")]) as server,
+        tasks(gate) as group,
+    ):
+        async with BaseEndpoint("site-1", transports=[unix.client("site-1")]) as site:
+            await site.connect("server")
+            tx = site.publish([ComputedSource(9 * MIB, gate)], [Slot(secrets.token_bytes(16))])
+            group.start_soon(wait, tx)
+            attempt = Attempt()
+            transfer = server.transfer(tx.refs(0)[0], memory())
+            group.start_soon(attempt.run, partial(server.run_transfer, transfer))
+            await gate.reached()
+            left_at = anyio.current_time()
+        assert told == [left_at + 5]
+        assert anyio.current_time() == left_at + 5 + 100
+        await attempt.over.wait()
+        assert attempt.error is not None

@@ -245,8 +245,10 @@ class BaseEndpoint:
                 with anyio.move_on_after(self.close_timeout):
                     await self.downloads.ended()
                     await self.links.flush()
+                    await self.publisher.settled()
         finally:
             self.links.close()
+            self.publisher.give_up(why)
             self.mailbox.give_up(why)
             self.notifier.close()
             self._own.cancel()

@@ -356,6 +356,17 @@ class Publisher:
         for tx in self.open:
             tx.cancel(reason)
 
+    async def settled(self) -> None:
+        """Wait until every transaction has settled; the caller bounds it."""
+        for tx in self.open:
+            await tx.settled.wait()
+
+    def give_up(self, reason: str) -> None:
+        """End every transaction and wait for no chunk that is being read: the clock for that is about to stop."""
+        self.close(reason)
+        for tx in self.open:
+            self._step(tx, m.SettleExpired(self._now()))
+
     def abort(self, tx: Transaction, reason: str) -> None:
         """End a transaction; no-op when it has settled."""
         self._step(tx, m.Aborted(self._now(), reason))
