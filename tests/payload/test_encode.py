@@ -268,6 +268,21 @@ def test_foreign_lazy_tensors_that_make_none(made: object) -> None:
     assert caught.value.where["path"] == "tree[1]"
 
 
+def test_an_attribute_named_materialize_makes_no_lazy_tensor() -> None:
+    """What cannot be called makes no tensor: a tensor with such an attribute is itself, anything else is refused."""
+
+    class Misleading:
+        materialize = "not a method"
+
+    tensor = torch.ones(2)
+    tensor.__dict__["materialize"] = torch.zeros(3)
+    (own,) = encode([tensor]).own
+    assert same(transfer(own.source, MemoryLanding()).tensor("0"), torch.ones(2))
+    with pytest.raises(UnsupportedValueError) as caught:
+        encode(["x", Misleading()])
+    assert caught.value.where["path"] == "tree[1]"
+
+
 def test_classes_with_materialize_are_no_tensors() -> None:
     """The class of a lazy tensor is not one."""
     with pytest.raises(UnsupportedValueError):
