@@ -8,12 +8,21 @@ from typing import Any
 import anyio
 import pytest
 
-from streamoff.errors import LimitError, LinkLostError
+from streamoff.errors import LimitError, LinkLostError, SourceLostError, TransferTimeoutError
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.link import MAX_CONTROL, Inbound, LinkDriver
-from streamoff.transports.memory import MemoryNetwork
+from streamoff.runtime.jobs import open_job
+from streamoff.runtime.link import (
+    MAX_CONTROL,
+    Inbound,
+    Link,
+    LinkDriver,
+    Listener,
+    Outbound,
+    Urgent,
+)
+from streamoff.transports.memory import MemoryLink, MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Slot
-from streamoff.wire.frames import Cancel, Chunk, Hold, Ping
+from streamoff.wire.frames import Cancel, Chunk, Frame, Hold, Ping
 
 from .world import (
     Attempt,
@@ -21,9 +30,12 @@ from .world import (
     Gate,
     assert_pattern,
     digest,
+    disk,
+    files,
     memory,
     puppet,
     settled_tasks,
+    swept,
     tasks,
     world,
 )
@@ -248,6 +260,109 @@ async def test_a_defect_costs_one_link_and_not_the_endpoint(caplog, monkeypatch)
         state = await server.run_transfer(server.transfer(tx.refs(0)[0], memory()))
         assert_pattern(state)
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+
+
+class Faulty(MemoryLink):
+    """A link whose operating system fails in a way that nobody foresaw."""
+
+    faults: list[str]
+
+    def send_nowait(self, frame: Frame) -> bool:  # as for sockets: the writer does it
+        return False
+
+    async def send(self, item: Outbound, urgent: Urgent) -> None:
+        self._fail("send")
+        await super().send(item, urgent)
+
+    async def receive(self) -> Inbound:
+        inbound = await super().receive()
+        self._fail("receive")
+        return inbound
+
+    def _fail(self, where: str) -> None:
+        if where in self.faults:
+            self.faults.remove(where)
+            raise OSError(5, "Input/output error")
+
+
+class FaultyNetwork(MemoryNetwork):
+    """A network whose accepted links fail when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__(bandwidth=MIB)
+        self.faults: list[str] = []
+
+    def listen(self, address: Address, accept: Listener) -> None:
+        def faulty(link: Link) -> anyio.Event:
+            assert isinstance(link, MemoryLink)
+            one = Faulty(link._out, link._into)
+            one.faults = self.faults
+            return accept(one)
+
+        super().listen(address, faulty)
+
+    async def dial(self, me: Address, to: Address) -> MemoryLink:
+        if "dial" in self.faults:
+            self.faults.remove("dial")
+            raise OSError(24, "Too many open files")
+        return await super().dial(me, to)
+
+
+@pytest.mark.parametrize("where", ["send", "receive"])
+async def test_a_transport_that_raises_costs_a_delay_and_no_transfer(tmp_path, where):
+    """Whatever a transport raises ends its link only: the download goes on over the next one, with what has landed."""
+    network = FaultyNetwork()
+    async with world(network=network) as w, open_job("job", w.server, scratch=tmp_path) as job:
+        tx, ref = w.offer(ComputedSource(13 * MIB))
+        attempt = Attempt()
+        async with tasks() as group:
+            group.start_soon(attempt.run, partial(job.download, ref, disk(job)))
+            await anyio.sleep(5.5)
+            network.faults.append(where)
+            driver(w.server, "site-1").send_nowait(Ping(id=1, reply=where == "send"))
+        assert network.faults == []
+        assert attempt.state is not None, attempt.error
+        assert_pattern(attempt.state)
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+        assert w.server.statistics().links_lost == 1
+        w.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "most"),
+    [
+        ("dial", SourceLostError, 30),
+        ("receive", SourceLostError, 30),
+        ("send", TransferTimeoutError, 94 + 30),  # the link is back again and again, for a moment
+    ],
+)
+async def test_a_transport_that_raises_for_good_ends_a_download_in_time(
+    tmp_path, where, error, most
+):
+    """Where no link works any more a download ends typed and in time, and its file goes; the endpoints live on."""
+    network = FaultyNetwork()
+    async with world(network=network) as w, open_job("job", w.server, scratch=tmp_path) as job:
+        _, ref = w.offer(ComputedSource(13 * MIB))
+        attempt = Attempt()
+        async with tasks() as group:
+            group.start_soon(attempt.run, partial(job.download, ref, disk(job)))
+            await anyio.sleep(5.5)
+            network.faults += [where] * 1000
+            if where == "dial":
+                network.cut("server", "site-1")
+                network.mend("server", "site-1")
+            else:
+                driver(w.server, "site-1").send_nowait(Ping(id=1, reply=where == "send"))
+        assert type(attempt.error) is error
+        assert attempt.seconds <= 5.5 + most + 1
+        await swept()
+        assert files(job.path) == [".lease"]
+        assert 0 < len(network.faults) < 1000
+        network.faults.clear()
+        while not w.server.statistics().links:  # noqa: ASYNC110 - whoever dialled it dials again
+            await anyio.sleep(1)
+        _, ref = w.offer(ComputedSource(MIB))
+        assert_pattern(await w.download(ref))
 
 
 async def test_frames_for_nobody_are_answered():

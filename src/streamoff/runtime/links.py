@@ -247,7 +247,8 @@ class Links:
         )
         for transport in self._transports:
             try:
-                link = await transport.dial(self.me, to)
+                with self._guarded(to):
+                    link = await transport.dial(self.me, to)
             except UnreachableError as unreachable:
                 error = unreachable
                 continue
@@ -310,7 +311,8 @@ class Links:
                 same_certificate=former is None or former.link.fingerprint == link.fingerprint,
             )
 
-        theirs, accepted = await shake_hands(link, self._hello, verdict, dialled=dialled)
+        with self._guarded(dialled):
+            theirs, accepted = await shake_hands(link, self._hello, verdict, dialled=dialled)
         return LinkDriver(
             link,
             mine=self._hello,
@@ -321,6 +323,18 @@ class Links:
             dispatch=self._traffic.dispatch,
             lines=self._lines,
         )
+
+    @contextmanager
+    def _guarded(self, peer: Address | None) -> Iterator[None]:
+        """What a transport raises that nobody foresaw is told, and costs the link that was to be and no other."""
+        try:
+            yield
+        except StreamoffError:
+            raise
+        except Exception as error:
+            text = "%s: a defect ends a link before it is in service"
+            self._lines.tell(logger, logging.ERROR, "defect", text, self.me, exc_info=error)
+            raise LinkLostError("a defect ended the link", got=repr(error), peer=peer) from error
 
     # --- in service -------------------------------------------------------------------------------
 
