@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,18 @@ def after(seconds: float, amount: float = 1.0, weight: float = 1.0) -> Train:
         return await plus(amount, weight)(task)
 
     return train
+
+
+async def test_a_site_may_train_for_hours(tmp_path: Path) -> None:
+    """Training that takes two hours costs no budget and no link: its result is taken as if it had come at once."""
+    async with World(tmp_path) as world:
+        sites = await world.sites({"site-1": after(7200), "site-2": after(1, 3.0)})
+        workflow = federated(round_timeout=8000)
+        async with world.open_job() as job, workflow.run(job, sites) as rounds:
+            finished = await anext(rounds)
+            assert (finished.seconds, finished.failed) == (7200.0, {})
+            assert value_of(finished.state) == 2.0
+            assert world.server.statistics().links_lost == 0
 
 
 async def test_a_round_ends_with_its_last_site_and_no_later(tmp_path: Path) -> None:
@@ -410,6 +423,34 @@ async def test_who_waits_for_its_turn_when_the_round_closes_is_told(tmp_path: Pa
             assert second.endpoint.publisher.statistics().bytes_served == 0
         assert told[0][1].startswith("declined")
         assert told[1][0] == 10.0
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one payload", "two payloads"])
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])
+async def test_what_is_not_averaged_is_not_pulled(tmp_path: Path, disk: bool, mixed: bool) -> None:
+    """Excluded keys stay at their site: they cost neither the line nor the disk, and keep their previous value."""
+    frozen = {"frozen.1": torch.zeros(MIB // 4), "frozen.2": torch.zeros(MIB // 2)}
+    async with World(tmp_path) as world:
+        hand = await world.hand("site-1")
+
+        async def answer() -> None:
+            await hand.task()
+            params: dict[str, object] = {**frozen, **model(4.0)}
+            if mixed:
+                params["bias"] = np.full(3, 4.0, dtype=np.float32)
+            await hand.answer(params=params)
+
+        world.tasks.start_soon(answer)
+        policies = Policies(exclude=("frozen.*",))
+        workflow = federated(initial=model() | frozen, disk=disk, policies=policies)
+        async with world.open_job() as job, workflow.run(job, ["site-1"]) as rounds:
+            finished = await anext(rounds)
+            assert value_of(finished.state) == 4.0
+            assert torch.equal(finished.state.tensor("frozen.2"), frozen["frozen.2"])
+            assert finished.bytes_landed < 64 * 1024
+            assert hand.endpoint.publisher.statistics().bytes_served < 64 * 1024
+            models = 2 * finished.state.layout.size if disk else 0
+            assert job.ledger.peak <= models + 64 * 1024
 
 
 async def test_a_zero_weight_is_listed_and_not_averaged(tmp_path: Path) -> None:

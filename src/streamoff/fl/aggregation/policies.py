@@ -53,7 +53,7 @@ class Policies:
             ``all`` and ``first`` are what they say.
         accumulator: In what floating keys are summed. float64 keys always use float64.
         exclude: Shell-style patterns (``*``, ``?``, ``[...]``, case-sensitive) of keys that are neither
-            checked nor averaged and keep their previous value.
+            checked nor averaged and keep their previous value; a workflow does not even pull them.
 
     Raises:
         UsageError: A value is none of the choices, or a pattern is not a non-empty string.

@@ -307,13 +307,16 @@ class OpenRound:
     async def _land(self, site: Address, offer: _Offer) -> State:
         """Bring a contribution: one payload as a whole, anything else part by part."""
         if offer.whole is not None:
-            return await self._pull_payload(site, offer.whole, None, partial(self._accept, site))
+            names = self._averaged(offer.whole.names)
+            return await self._pull_payload(site, offer.whole, names, partial(self._accept, site))
         states: list[State] = []
         tensors: dict[str, object] = {}
         try:
-            for batch, part in by_batch(offer.refs).items():
+            for batch, whole in by_batch(offer.refs).items():
+                accept = partial(self._accept_part, site, whole)
+                averaged = self._averaged(whole)
+                part = {name: leaf for name, leaf in whole.items() if name in averaged}
                 names = frozenset(leaf.name for leaf in part.values())
-                accept = partial(self._accept_part, site, part)
                 state = await self._pull_payload(site, batch, names, accept)
                 states.append(state)
                 assert isinstance(state, Mapping)
@@ -324,11 +327,16 @@ class OpenRound:
                 state.release()
             raise
 
+    def _averaged(self, names: Iterable[str]) -> frozenset[str]:
+        """The parameters that are not excluded: the others are not even pulled."""
+        known = tuple(names)
+        return frozenset(known) - self._settings.policies.excluded(known)
+
     async def _pull_payload(
         self,
         site: Address,
         batch: Batch,
-        names: frozenset[str] | None,
+        names: frozenset[str],
         accept: Callable[[Layout], object],
     ) -> State:
         if not batch.vouched:
@@ -338,7 +346,7 @@ class OpenRound:
                 site=site,
             )
         batch.consume((), str(self._endpoint.address))
-        whole = names is None or (not batch.partial and names >= batch.names)
+        whole = not batch.partial and names >= batch.names
         return await pull(
             self._endpoint,
             batch.ref,
