@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +20,7 @@ from streamoff.payload.tree import leaves
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import OutcomeStatus
 
+from ..soon import soon
 from .helpers import TOPIC, alike, assert_idle, connected, received, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -80,7 +80,7 @@ async def test_two_consumers_behind_one_relay_have_a_copy_each() -> None:
         held: list[weakref.ref[torch.Tensor]] = []
         for _ in range(6):
             tree = dict(tensors_of(3))
-            held += [weakref.ref(tensor) for tensor in tree.values()]
+            held.extend(weakref.ref(tensor) for tensor in tree.values())
             deliveries = [
                 await server.send("site-1", TOPIC, tree, receivers=[one.address], pass_through=True)
                 for one in trainers
@@ -91,8 +91,7 @@ async def test_two_consumers_behind_one_relay_have_a_copy_each() -> None:
             for inbox, delivery in zip(boxes, deliveries, strict=True):
                 await (await anext(inbox)).decode()
                 assert (await delivery.wait()).status is OutcomeStatus.COMPLETED
-            gc.collect()
-            assert not any(reference() is not None for reference in held)
+            assert soon(lambda: not any(reference() is not None for reference in held))
             assert server.statistics().publisher.open == 0
         assert site.statistics().relay.bytes_forwarded > 0
         assert site.statistics().downloads.ended == {}

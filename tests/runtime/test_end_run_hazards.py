@@ -293,11 +293,19 @@ def test_event_loops_of_one_process_share_no_fate(tmp_path):
     reports: dict[str, Job] = {}
 
     async def aborted() -> None:
+        at_work = anyio.Event()
+
+        async def work() -> None:
+            at_work.set()
+            await anyio.sleep_forever()
+
         async with world() as w:
-            with anyio.move_on_after(0.05):
+            with anyio.CancelScope() as scope:
                 async with open_job("job", w.server, scratch=tmp_path, drain_window=0) as job:
                     reports["aborted"] = job
-                    job.start(anyio.sleep_forever)
+                    job.start(work)
+                    await at_work.wait()
+                    scope.cancel()
                     await anyio.sleep_forever()
         ended.set()
 

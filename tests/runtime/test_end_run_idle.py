@@ -91,14 +91,23 @@ async def test_a_blocked_write_with_a_cancellation_pending_does_not_spin(tmp_pat
         except BlockingIOError:
             break
     os.set_blocking(into, True)
+    begun = threading.Event()
     drained = threading.Timer(SECONDS, os.read, (out, 65536))
+
+    def write() -> None:
+        begun.set()
+        os.write(into, b"one more")
+
     async with world() as w:
         async with open_job("job", w.server, scratch=tmp_path, drain_window=0) as job:
-            consumer = job.start(run_in_thread, os.write, into, b"one more")
-            await anyio.sleep(0.01)
-            drained.start()
+            consumer = job.start(run_in_thread, write)
+            while not begun.is_set():  # noqa: ASYNC110 - another thread begins it
+                await anyio.sleep(0.001)
             with turns(anyio_backend[0]) as counted:
                 job.close()
+                while job.state is not JobRootState.STUCK:  # noqa: ASYNC110 - a state
+                    await anyio.sleep(0.01)
+                drained.start()
                 await consumer.wait()
         await until_gone(job)
         drained.join()

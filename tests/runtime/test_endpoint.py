@@ -1,5 +1,6 @@
 """The life of an endpoint: how it is entered, how it is left, and what is left of it."""
 
+import gc
 import secrets
 from functools import partial
 
@@ -16,6 +17,7 @@ from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Slot
 
+from ..soon import soon
 from .world import (
     Attempt,
     ComputedSource,
@@ -147,8 +149,6 @@ async def test_a_download_that_blocks_delays_the_links_only_so_long():
 
 async def test_leaving_keeps_nothing(tmp_path):
     """After many rounds of links, downloads and messages an endpoint's tables are as they were after the first."""
-    import gc
-
     async with world(sites=5) as w:
 
         async def one_round() -> None:
@@ -163,7 +163,6 @@ async def test_leaving_keeps_nothing(tmp_path):
             await settled_tasks()
 
         def counted() -> dict[str, int]:
-            gc.collect()
             kinds: dict[str, int] = {}
             for thing in gc.get_objects():
                 name = str(type(thing).__module__)
@@ -173,17 +172,19 @@ async def test_leaving_keeps_nothing(tmp_path):
                     kinds[type(thing).__name__] = kinds.get(type(thing).__name__, 0) + 1
             return kinds
 
+        def grown(before: dict[str, int]) -> dict[str, tuple[int, int]]:
+            return {
+                kind: (before.get(kind, 0), count)
+                for kind, count in counted().items()
+                if count > before.get(kind, 0)
+            }
+
         await one_round()
+        assert soon(lambda: "Transfer" not in counted())
         before, timers = counted(), w.server.statistics().timers
         for _ in range(9):
             await one_round()
         await anyio.sleep(1900)  # tombstones included
         await one_round()
-        after = counted()
-        grown = {
-            kind: (before.get(kind, 0), count)
-            for kind, count in after.items()
-            if count > before.get(kind, 0)
-        }
-        assert grown == {}
+        assert soon(lambda: grown(before) == {}), grown(before)
         assert w.server.statistics().timers <= timers

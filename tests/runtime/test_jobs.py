@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import threading
 from functools import partial
 
 import anyio
@@ -27,6 +26,7 @@ from streamoff.tensors.sources import FileSource
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, OutcomeStatus, Ref, Slot
 
+from ..soon import soon
 from .world import (
     Attempt,
     ComputedSource,
@@ -794,8 +794,7 @@ async def test_an_ended_job_keeps_nothing_alive(tmp_path):
             state = await job.download(ref, disk(job))
             state.release()
             await tx.wait()
-            while job.ledger.used:
-                await run_in_thread(threading.Event().wait, 0.01)
+            assert soon(lambda: job.ledger.used == 0)
         assert all_dead(references)
 
 
@@ -805,11 +804,7 @@ async def test_a_state_that_nobody_keeps_frees_its_disk_at_once(tmp_path):
         state = await landed(w, job, state_dict(3))
         assert job.ledger.used > 3 * MIB
         del state
-        for _ in range(500):
-            if not job.ledger.used:
-                break
-            await run_in_thread(threading.Event().wait, 0.01)
-        assert job.ledger.used == 0
+        assert soon(lambda: job.ledger.used == 0)
         assert [path.name for path in job.path.iterdir()] == [".lease"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import threading
 import weakref
@@ -46,6 +45,8 @@ from streamoff.types import (
 )
 from streamoff.wire.frames import Frame, Hello, Open, Opened, Ping, Pull
 from streamoff.wire.limits import LinkLimits
+
+from ..soon import soon
 
 F = TypeVar("F", bound=Frame)
 
@@ -140,9 +141,9 @@ def watched(tensors: Mapping[str, torch.Tensor]) -> tuple[StateDictSource, list[
 
 
 def all_dead(references: Iterable[weakref.ref[Any]]) -> bool:
-    """Whether nothing holds the tensors any more."""
-    gc.collect()
-    return all(reference() is None for reference in references)
+    """Whether nothing holds the tensors any more, or is just about to let them go."""
+    held = tuple(references)
+    return soon(lambda: all(reference() is None for reference in held))
 
 
 # --- landings -----------------------------------------------------------------------------------

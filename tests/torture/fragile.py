@@ -20,7 +20,7 @@ class Fragile:
     name = "fragile"
     attempts = 1
     most_shrinks = 50
-    patience = 0.5
+    patience = 2.0
 
     def draw(self, seed: int) -> tuple[int, ...]:
         """A scenario of three parts, of which the first counts."""
