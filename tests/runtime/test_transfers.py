@@ -223,6 +223,29 @@ async def test_no_chunk_and_no_frame_exceeds_its_size():
     assert seen.bytes >= 40 * MIB
 
 
+async def test_small_tensors_share_chunks():
+    """Sixteen tensors of 1 MiB are as few chunks of 4 MiB as one tensor of their size would be."""
+    tensors = {f"t{index:02}": numbers(MIB // 4, index) for index in range(16)}
+    seen = Tally()
+    async with world(network=CountingNetwork(seen)) as w:
+        _, ref = w.offer(tensors)
+        assert_same(await w.download(ref), tensors)
+    assert seen.chunks == 5  # with the header, a little over four of them
+
+
+async def test_chunks_do_not_wait_for_each_other():
+    """Over a line with a second of latency sixteen chunks take three round trips: one for the first, two for the rest."""
+    async with world(network=MemoryNetwork(latency=1)) as w:
+        tx, ref = w.offer(ComputedSource(63 * MIB))
+        attempt = Attempt()
+        await attempt.run(partial(w.download, ref))
+        assert attempt.state is not None
+        assert_pattern(attempt.state)
+        trips = 4  # opening takes the first chunk along; confirming is one, too
+        assert attempt.seconds == 2 * trips
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+
+
 async def test_nothing_bears_its_final_name_before_it_is_whole(tmp_path):
     """While chunks land there is only an unfinished file; the final name appears with the last of them."""
     seen: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,35 @@ def test_each_limit_holds_for_sender_and_receiver(limits: HeaderLimits, name: st
         plan([("a", "U8", (1,)), ("b", "U8", (1,))], limits=limits)
     with pytest.raises(LimitError, match=f"limit '{name}'"):
         parse(layout.header, limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("entry", "limits", "name", "most", "got"),
+    [
+        (("much.too.long", "U8", (1,)), HeaderLimits(name=5), "name", "at most 5 bytes", 13),
+        (("deep", "U8", (1,) * 7), HeaderLimits(dimensions=6), "dimensions", "at most 6", 7),
+    ],
+)
+def test_what_exceeds_a_limit_is_named_with_its_size_and_the_limit(
+    entry: tuple[str, str, tuple[int, ...]],
+    limits: HeaderLimits,
+    name: str,
+    most: str,
+    got: int,
+) -> None:
+    """Whoever sends or receives an item above a limit reads which tensor it is, its size, and what is allowed."""
+    entries = [("a", "U8", (1,)), entry]
+    attempts: list[Callable[[], Layout]] = [
+        lambda: plan(entries, limits=limits),
+        lambda: parse(plan(entries).header, limits=limits),
+    ]
+    for attempt in attempts:
+        with pytest.raises(LimitError) as caught:
+            attempt()
+        assert (caught.value.expected, caught.value.got) == (most, got)
+        assert caught.value.where["tensor"] == entry[0]
+        for word in (f"limit '{name}'", most, str(got), entry[0]):
+            assert word in str(caught.value)
 
 
 def test_two_hundred_thousand_tensors_are_planned_and_read_back() -> None:

@@ -14,10 +14,11 @@ from streamoff.errors import UsageError
 from streamoff.tensors.digests import chunk_digest
 from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding, MemoryLanding
 from streamoff.tensors.layout import parse, plan
-from streamoff.tensors.lazy import LazyStateDict
+from streamoff.tensors.lazy import LazyStateDict, open_state
 from streamoff.tensors.sources import FileSource, Source, StateDictSource
-from streamoff.types import MIB
+from streamoff.types import MIB, ByteRange
 
+from ..disks import image
 from .helpers import DTYPES, assert_holds, random_bits, raw, same, serve, transfer
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -140,6 +141,28 @@ def test_offsets_survive_the_boundaries_of_32_bits(tmp_path: Path) -> None:
         assert bytes(view) == b"\x00\x07"
     with pytest.raises(UsageError, match="outside"):
         source.read_into(layout.size - 1, memoryview(bytearray(2)))
+
+
+@pytest.mark.parametrize("size", [2**31 + 1, 2**32 + 1])
+def test_a_tensor_beyond_32_bits_lands_where_it_belongs(tmp_path: Path, size: int) -> None:
+    """Around 2**31 and 2**32, and at the end of one tensor, bytes land and are read at their exact places."""
+    layout = plan([("giant", "U8", (size,))])
+    with image(tmp_path / "disk", tmp_path / "image", "ext2", mebibytes=32) as disk:
+        landing = DiskLanding(disk)  # which cannot reserve space there: the file is mostly a hole
+        assert tuple(landing.open(layout)) == (ByteRange(layout.data_start, layout.size),)
+        edges = [at for at in (2**31, 2**32) if at < size]
+        for at in edges:
+            views = (memoryview(b"\x05\x07"),)
+            landing.write(layout.data_start + at - 1, views, chunk_digest(views))
+        (disk / f"{PAYLOAD_NAME}.part").rename(disk / "landed")
+        assert (disk / "landed").stat().st_size == layout.size
+        lazy = open_state(disk / "landed")["giant"]
+        for at in edges:
+            found = bytearray(4 if at + 2 < size else 3)
+            lazy.read_into(memoryview(found), at - 2)
+            assert bytes(found[:3]) == b"\x00\x05\x07"
+        assert edges[-1] == size - 1
+        landing.discard()
 
 
 def test_one_giant_tensor_is_cut_like_any_other(tmp_path: Path) -> None:
