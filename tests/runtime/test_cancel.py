@@ -15,12 +15,13 @@ import torch
 
 from streamoff.errors import GoneError, StreamoffError, TransferError
 from streamoff.runtime.downloading import Terms
+from streamoff.runtime.endings import End
 from streamoff.runtime.jobs import Job, open_job
 from streamoff.runtime.publishing import Transaction
 from streamoff.runtime.resources import LANDING_THREADS
 from streamoff.tensors.sources import StateDictSource
 from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import MIB, Capability, OutcomeStatus, Ref, Slot, Verdict
+from streamoff.types import MIB, Capability, Outcome, OutcomeStatus, Ref, Slot, Verdict
 from streamoff.wire.frames import Cancel, Chunk, Confirm, Error, ErrorCode, Open, Opened, Pull
 
 from .world import (
@@ -416,6 +417,30 @@ async def test_the_producer_cancels():
         assert outcome.reason == "deleted: the round is over"
         assert isinstance(attempt.error, StreamoffError)
         assert "the round is over" in str(attempt.error)
+        w.assert_idle()
+
+
+async def test_giving_up_what_has_ended_changes_nothing():
+    """Given up at either end after its success, once or twice, a transfer stays one, and nobody is told again."""
+    told: list[Outcome] = []
+    async with world() as w:
+        tx, ref = w.offer(state_dict())
+        tx.on_settled.append(told.append)
+        transfer = w.server.transfer(ref, memory())
+        state = await w.server.run_transfer(transfer)
+        outcome = await tx.wait()
+        for _ in range(2):
+            transfer.cancel("too late")
+            transfer.fail(TransferError("too late"))
+            tx.cancel("too late")
+            tx.decline(0, "too late")
+            await settled_tasks()
+        assert (tx.outcome, told) == (outcome, [outcome])
+        assert outcome.status is OutcomeStatus.COMPLETED
+        assert transfer.cause is None
+        assert_same(state, state_dict())
+        assert w.site.publisher.statistics().completed == 1
+        assert w.server.statistics().downloads.ended == {End.COMPLETED: 1}
         w.assert_idle()
 
 

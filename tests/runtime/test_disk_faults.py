@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from streamoff.runtime.threads import run_in_thread
 from streamoff.tensors.landing import Landing
 from streamoff.tensors.layout import Layout
 from streamoff.tensors.lazy import LazyStateDict
-from streamoff.types import MIB, OutcomeStatus, Ref
+from streamoff.types import MIB, OutcomeStatus, Ref, Slot, Verdict
 
 from ..disks import crumbled, fill, image, tmpfs
 from .world import (
@@ -260,6 +262,38 @@ async def test_a_durable_landing_is_on_the_disk_or_fails(tmp_path):
             assert isinstance(attempt.error, LandingError)
             assert attempt.error.where["code"] in {"EIO", "ENOSPC"}
             assert (await tx.wait()).status is OutcomeStatus.FAILED
+
+
+async def test_a_receiver_that_cannot_put_its_payload_in_place_fails_alone(tmp_path):
+    """Where the last rename fails one receiver has failed and says why; the other has succeeded, and both are told apart."""
+    async with world(sites=2) as w, open_job("job", w.site, scratch=tmp_path) as job:
+        source = ComputedSource(9 * MIB)
+        slots = [Slot(secrets.token_bytes(16), site.address) for site in w.sites]
+        tx = w.server.publish([source], slots)
+
+        def tidied_up() -> None:
+            for directory in job.path.glob("transfer-*"):
+                shutil.rmtree(directory)
+
+        terms = Terms(landing=lambda layout: Hooked(job.landing(layout), finish=tidied_up))
+        bad, good = Attempt(), Attempt()
+        other = w.sites[1]
+        async with tasks() as group:
+            group.start_soon(bad.run, partial(job.download, tx.refs(0)[0], terms))
+            transfer = other.transfer(tx.refs(1)[0], memory())
+            group.start_soon(good.run, partial(other.run_transfer, transfer))
+        assert isinstance(bad.error, LandingError)
+        assert good.state is not None
+        assert_pattern(good.state)
+        outcome = await tx.wait()
+        assert (outcome.status, outcome.reason) == (OutcomeStatus.FAILED, "receiver_failed")
+        assert (outcome.succeeded, outcome.quorum) == (("site-2",), False)
+        [verdict] = outcome.slots["site-1"].values()
+        assert verdict.verdict is Verdict.FAILED
+        assert bad.error.what in verdict.reason
+        assert source.closed
+        await swept()
+        assert (job.ledger.used, files(job.path)) == (0, [".lease"])
 
 
 async def test_files_go_with_their_last_reader(tmp_path):

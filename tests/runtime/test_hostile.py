@@ -500,6 +500,36 @@ async def test_every_refusal_of_a_source_is_understood(code):
         assert attempt.seconds == 0
 
 
+async def test_a_late_refusal_of_a_former_attempt_changes_nothing():
+    """A refusal of an open that was given up, in the instant of the next one or later, ends neither that nor others."""
+    whole = payload()
+    async with world() as w, puppet(w.network, "peer") as peer:
+
+        async def act(source: Source) -> None:
+            former = (await peer.next(Open)).stream  # not answered: it is asked again
+            source.stream = (await peer.next(Open)).stream
+            assert source.stream != former
+            late = Source(peer, source.ref, source.header)
+            late.stream = former
+            for code in ErrorCode:
+                await late.fail(code, "too late")
+            await late.say(size=7777)
+            _, spare = w.offer(state_dict())
+            assert_same(await w.download(spare), state_dict())
+            await source.say()
+            pull = await peer.next(Pull)
+            await late.fail(ErrorCode.GONE, "too late")
+            await source.chunk(pull.start, whole[pull.start : pull.stop])
+            await peer.next(Confirm)
+            await peer.send(Ack(**peer.route(), of=AckOf.CONFIRM, id=source.stream))
+
+        attempt = await attempted(w, peer, whole, act)
+        assert attempt.state is not None
+        assert bytes(attempt.state.tensor("w").numpy().data) == whole[-1000:]
+        assert attempt.seconds == 22
+        assert w.server.statistics().links == 2
+
+
 async def test_a_source_that_ends_early_ends_the_download():
     """A source that says, in the middle, that it has nothing more leaves no state, and no file under a final name."""
     whole = payload(9 * MIB)

@@ -202,6 +202,34 @@ async def test_memory_in_flight_is_the_pool_whatever_the_number_of_sites(tmp_pat
         w.assert_idle()
 
 
+async def test_receivers_of_different_speeds_share_no_copy(tmp_path):
+    """One payload for a fast, a slow and a slower receiver: nothing that one has had is kept for the others."""
+    network, nbytes = MemoryNetwork(), 96 * MIB
+    async with world(sites=3, network=network) as w:
+        slots = [Slot(secrets.token_bytes(16), site.address) for site in w.sites]
+        tx = w.server.publish([ComputedSource(nbytes)], slots)
+        ends: list[float] = []
+
+        async def pull(index: int, rate: float) -> None:
+            site = w.sites[index]
+            network.conditions("server", site.address).set(bandwidth=rate)
+            scratch = tmp_path / site.address
+            scratch.mkdir()
+            async with open_job("job", site, scratch=scratch) as job:
+                await job.download(tx.refs(index)[0], disk(job))
+                ends.append(anyio.current_time())
+
+        before = memory_kib("VmRSS")
+        start_high_water_mark_afresh()
+        async with tasks() as group:
+            for index, rate in enumerate((64 * MIB, 8 * MIB, MIB)):
+                group.start_soon(pull, index, rate)
+        grown = (memory_kib("VmHWM") - before) * 1024
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+        assert [round(end) for end in sorted(ends)] == [2, 12, 96]
+        assert grown < w.server.resources.pool.capacity + 32 * MIB
+
+
 async def test_a_slow_receiver_holds_no_memory(tmp_path):
     """A receiver whose disk is slow has no more under way than its share of the pool, however fast the source."""
     from streamoff.runtime.downloading import Terms

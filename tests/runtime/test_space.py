@@ -97,6 +97,22 @@ async def test_a_quota_is_shared_by_what_lands_at_once(tmp_path):
         assert job.ledger.peak <= 21 * MIB
 
 
+async def test_a_quota_that_is_used_up_is_one_jobs_alone(tmp_path):
+    """While one job's quota is full, and an update of it refused, another job lands what its own quota allows."""
+    async with (
+        world() as w,
+        open_job("full", w.server, scratch=tmp_path, quota=5 * MIB, space_wait=0) as spent,
+        open_job("free", w.server, scratch=tmp_path, quota=5 * MIB, space_wait=0) as spare,
+    ):
+        kept = await spent.download(w.offer(state_dict(4))[1], disk(spent))
+        with pytest.raises(QuotaExceededError):
+            await spent.download(w.offer(state_dict(3))[1], disk(spent))
+        state = await spare.download(w.offer(state_dict(3))[1], disk(spare))
+        assert_same(state, state_dict(3))
+        assert_same(kept, state_dict(4))
+        assert spent.ledger.used > 4 * MIB > spare.ledger.used > 3 * MIB
+
+
 # --- waiting --------------------------------------------------------------------------------------
 
 

@@ -581,6 +581,27 @@ async def test_a_source_that_hangs_in_its_own_disk_costs_its_own_download_only()
 # --- the producer's budgets -----------------------------------------------------------------------
 
 
+async def test_a_transaction_that_settles_slowly_delays_no_other():
+    """While one waits a minute for a read that hangs, another ends at its own second, and is told then."""
+    gate = Gate()
+    told: list[float] = []
+    async with world() as w, puppet(w.network, "peer", "site-1") as peer, tasks(gate):
+        slow, ref = w.offer(ComputedSource(9 * MIB, gate), to="peer")
+        other, _ = w.offer(ComputedSource(MIB), to="peer")
+        other.on_settled.append(lambda _outcome: told.append(anyio.current_time()))
+        await peer.open(ref)
+        await peer.pull(ref, 0, 1000)
+        await gate.reached()
+        await anyio.sleep(90)
+        slow.cancel("not wanted any more")
+        assert w.site.publisher.statistics().settling == 1
+        assert (await other.wait()).settled_at == 120
+        assert told == [120]
+        assert slow.outcome is None
+        assert (await slow.wait()).settled_at == 90 + 60
+        gate.open()
+
+
 async def test_an_offer_that_nobody_takes_expires():
     """A slot that nobody opens fails after the acquire budget of 120 s, and its source is let go."""
     async with world() as w:
