@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -100,6 +104,57 @@ def test_an_unknown_engine_is_refused():
         preflight("auto", sites=1, model_bytes=1, quota=None, free=None)  # type: ignore[arg-type]  # so here
     with pytest.raises(UsageError, match="columnar"):
         open_engine("auto", terms({"w": torch.zeros(1)}))  # type: ignore[arg-type]  # and here
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+from pathlib import Path
+import torch
+from streamoff.fl.aggregation import Contribution, Terms, open_engine
+from streamoff.tensors.lazy import open_state
+from streamoff.tensors.state import MemoryState
+from streamoff.tensors.writer import FileWriter
+
+directory, name = Path(sys.argv[1]), sys.argv[2]
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+def written(number):
+    state = MemoryState({"w": torch.full((3000,), float(number))})
+    writer = FileWriter(directory / f"{number}.safetensors", state.layout)
+    content = bytearray(state.layout.data_nbytes)
+    state.read_span(0, len(content), memoryview(content))
+    writer.write(0, memoryview(content))
+    return writer.finish()
+
+before, most, looks = descriptors(), 0, 0
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+def look():
+    global most, looks
+    most, looks = max(most, descriptors() - before), looks + 1
+
+terms = Terms(previous=MemoryState({"w": torch.zeros(3000)}), round=0, job="j")
+held = [written(number) for number in range(500)]
+with open_engine(name, terms) as engine:
+    for number, state in enumerate(held):
+        engine.add(Contribution(site=f"s{number}", weight=1, state=state, round=0, job="j"), stop=look)
+    result = engine.finish(lambda layout: FileWriter(directory / "result", layout), stop=look)
+print(looks > 0 and most < 20, bool((result.state.tensor("w") == 249.5).all()))
+"""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_hundreds_of_contributions_need_few_descriptors(tmp_path: Path, name: str) -> None:
+    """With 64 descriptors in all, five hundred contributions are held lazily and averaged; few are ever open."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ENGINES)

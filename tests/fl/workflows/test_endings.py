@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,7 @@ from streamoff.errors import (
 )
 from streamoff.fl.persistor import FilePersistor
 from streamoff.fl.workflows.fedavg import FedAvg
+from streamoff.machines.job_root import JobRootState
 from streamoff.runtime.jobs import Job
 from streamoff.runtime.threads import wait_from_thread
 from streamoff.tensors.layout import Layout
@@ -110,6 +112,41 @@ async def test_the_final_model_is_published(tmp_path: Path) -> None:
         _, values = await world.run(workflow, ["site-1"])
         assert values == [1.0, 2.0]
         assert torch.equal(load_file(target)["layer"], model(2.0)["layer"])
+
+
+@pytest.mark.parametrize("how", ["finished", "aborted"])
+async def test_whoever_sees_that_a_job_is_gone_finds_everything_in_its_place(
+    tmp_path: Path, how: str
+) -> None:
+    """In the first instant in which a job counts as gone its root is, and the model is published whole or untouched."""
+    scratch, target = tmp_path / "scratch", tmp_path / "out" / "model.safetensors"
+    scratch.mkdir()
+    target.parent.mkdir()
+    save_file(model(9.0), target)
+    seen: list[tuple[list[str], list[str], float]] = []
+
+    async def watch(job: Job) -> None:
+        while job.state is not JobRootState.GONE:
+            await anyio.lowlevel.checkpoint()
+        published = float(load_file(target)["bias"][0])
+        seen.append((entries(scratch), entries(target.parent), published))
+
+    async def run(world: World, scope: anyio.CancelScope) -> None:
+        workflow = federated(2, persistor=FilePersistor(target))
+        async with world.open_job() as job, workflow.run(job, ["site-1"]) as rounds:
+            world.tasks.start_soon(watch, job)
+            async for finished in rounds:
+                if how == "aborted" and finished.number == 2:
+                    scope.cancel()
+
+    async with World(scratch) as world:
+        await world.site("site-1", plus(1.0))
+        with anyio.CancelScope() as scope:
+            await run(world, scope)
+        while not seen:
+            await anyio.lowlevel.checkpoint()
+    published = 2.0 if how == "finished" else 9.0
+    assert seen == [([], ["model.safetensors"], published)]
 
 
 async def test_a_persistor_that_cannot_write_is_the_workflows_error(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from streamoff.fl.envelope import result_topic
+from streamoff.tensors.sources import StateDictSource
+from streamoff.tensors.views import Views
 
 from ..world import JOB, SERVER, Hand, World, federated, landed_bytes, model, plus, settled
 
@@ -204,6 +207,43 @@ async def test_a_huge_payload_is_refused_by_its_header(tmp_path: Path) -> None:
         assert hand.endpoint.publisher.statistics().bytes_served <= 4 * 1024**2
 
     assert "shape" in await beside_an_honest_site(tmp_path, send)
+
+
+class Garbled:
+    """A source whose header is as long as it says, and nonsense."""
+
+    blocking = False
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._inner = StateDictSource(tensors)
+        true = self._inner.layout
+        self.layout = replace(true, header=true.header[:8] + b"x" * (true.data_start - 8))
+
+    def views(self, start: int, stop: int) -> Views:
+        out = bytearray(stop - start)
+        self.read_into(start, memoryview(out))
+        return (memoryview(out),)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self._inner.read_into(start, buffer)
+        head = self.layout.header[start : start + len(buffer)]
+        buffer[: len(head)] = head
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+async def test_a_header_that_is_none_costs_its_site(tmp_path: Path) -> None:
+    """A result whose header is nonsense is refused by it, its site is told, and nothing of it is on disk."""
+
+    async def send(hand: Hand) -> None:
+        delivery = await hand.answer(params=Garbled(model(100.0)))
+        assert "header JSON" in await hand.refused(delivery)
+
+    assert "header JSON" in await beside_an_honest_site(tmp_path, send)
 
 
 async def test_a_ref_to_somebody_elses_payload_is_not_followed(tmp_path: Path) -> None:
