@@ -39,7 +39,7 @@ RECORD_AHEAD: Final = 64 * 1024
 """What TLS may have taken from the kernel and not given out; and the end of a body is not worth waiting for."""
 BULK_AHEAD: Final = 512
 """Bytes read beyond a body: the head of the next frame, never the body behind it."""
-SLOW_PIECE: Final = 128 * 1024
+SLOW_PIECE: Final = 32 * 1024
 """Bytes of a frame of a chunk, and what the kernel may hold unsent, until a line has shown that it is fast."""
 PIECE_SECONDS: Final = 0.02
 """What a frame of a chunk may take at the speed of the chunk before."""
