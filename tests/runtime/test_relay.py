@@ -53,6 +53,19 @@ async def chain(network: MemoryNetwork | None = None, trainers: int = 1) -> Asyn
         assert (relay.under_way, relay.held) == (0, 0)
 
 
+@pytest.mark.parametrize(("through", "mebibytes"), [(False, 4), (True, 2)])
+async def test_less_is_pulled_at_once_from_behind_a_relay(through: bool, mebibytes: int) -> None:
+    """Several chunks of a stream wait in a relay, so they are half as large as over a link of one's own."""
+    starts: list[int] = []
+    async with chain() as w:
+        source = ComputedSource(13 * MIB, starts.append)
+        tx, ref = w.offer(source, site=w.sites[int(through)])
+        assert_pattern(await w.download(ref))
+        await tx.wait()
+        assert sorted(starts) == list(range(0, ref.size, mebibytes * MIB))
+        w.assert_idle()
+
+
 @pytest.mark.parametrize("mebibytes", [0.001, 3, 21])
 async def test_a_payload_passes_through_a_relay(mebibytes):
     """A server pulls from a trainer behind a site, bit for bit, and every byte passes once."""

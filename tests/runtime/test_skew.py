@@ -71,7 +71,7 @@ async def test_without_cancel_the_idle_budget_frees_the_source(where: str, lacks
     theirs = WITHOUT_CANCEL if lacks != "the receiver" else tuple(Capability)
     gate = Gate()
     async with ends(where, receiver=mine, source=theirs) as e, listening(e) as sent:
-        tx = e.publish(ComputedSource(9 * MIB, not_the_first(gate)))
+        tx = e.publish(ComputedSource(5 * MIB, not_the_first(gate)))
         attempt = Attempt()
         async with tasks(gate) as group:
             transfer = e.receiver.transfer(tx.refs(0)[0], memory())
@@ -195,7 +195,7 @@ async def test_without_notices_a_dead_source_costs_the_retry_schedule(where: str
     """A receiver that hears no notices gives a silent source up after its own schedule, with the true reason."""
     gate = Gate()
     async with ends(where, receiver=WITHOUT_NOTICE) as e:
-        tx = e.publish(ComputedSource(9 * MIB, not_the_first(gate)))
+        tx = e.publish(ComputedSource(5 * MIB, not_the_first(gate)))
         ref = tx.refs(0)[0]
         attempt = Attempt()
         async with tasks(gate) as group:

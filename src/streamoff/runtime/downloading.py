@@ -73,6 +73,8 @@ PROBE_SECONDS: Final = 1.0
 """How often an endpoint behind a relay is asked for again while the relay cannot reach it."""
 INLINE_BYTES: Final = 64 * 1024
 """A payload for memory up to this size is landed on the event loop: a thread hop would take longer."""
+RELAYED_BYTES: Final = CHUNK_BYTES // 2
+"""What is pulled at once from a source behind others, where several chunks wait on the way."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
 
@@ -148,7 +150,8 @@ class Transfer:
         ref: What is pulled.
         terms: What is wanted.
         mine: What this end can do.
-        theirs: What the link already knows of the source; None if it is behind others.
+        theirs: What the link already knows of the source; None if it is behind others, and is asked for less
+            at a time.
         resources: Of this event loop.
         timers: The endpoint's clock.
         wire: The endpoint's half: queues frames and knows stream ids.
@@ -191,7 +194,7 @@ class Transfer:
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
         self._first = 0
-        self._most = min(CHUNK_BYTES, chunk)
+        self._most = min(CHUNK_BYTES if theirs is not None else RELAYED_BYTES, chunk)
         self._pull_bytes = self._most
         self._arrived = 0.0
         self._header: bytearray | None = None
@@ -621,7 +624,7 @@ class Transfer:
         landed = ByteRange(min(chunk.start, size), min(chunk.stop, size))
         _copy_into(self._header, chunk, landed.stop)
         if self.record.landed.add(landed).nbytes < size:
-            if chunk_digest(chunk.body) != chunk.digest:
+            if chunk_digest(chunk.body, chunk.start) != chunk.digest:
                 raise IntegrityError("chunk damaged on the way", start=chunk.start, stop=chunk.stop)
             return m.LandedMore(self._now(), landed)
         header = bytes(self._header)
