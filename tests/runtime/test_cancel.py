@@ -19,6 +19,7 @@ from streamoff.runtime.endings import End
 from streamoff.runtime.jobs import Job, open_job
 from streamoff.runtime.publishing import Transaction
 from streamoff.runtime.resources import LANDING_THREADS
+from streamoff.tensors.digests import chunk_digest
 from streamoff.tensors.sources import StateDictSource
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Capability, Outcome, OutcomeStatus, Ref, Slot, Verdict
@@ -589,7 +590,7 @@ async def test_late_frames_after_a_cancel_are_dropped():
                     stream=stream,
                     start=0,
                     stop=len(header),
-                    digest=digest(header),
+                    digest=chunk_digest((memoryview(header),), 0),
                     body=(memoryview(header),),
                 )
             )

@@ -22,6 +22,7 @@ from streamoff.errors import (
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import Link
 from streamoff.runtime.publishing import MAX_PULLS
+from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Ref, Slot
 from streamoff.wire.frames import (
@@ -305,7 +306,7 @@ class Source:
             "stream": self.stream,
             "start": start,
             "stop": start + len(data),
-            "digest": digest(data),
+            "digest": chunk_digest((memoryview(data),), start),
             "body": (memoryview(data),),
         }
         await self.site.send(Chunk(**self.site.route(), **(fields | changes)))

@@ -20,6 +20,7 @@ from streamoff.runtime.link import (
     Outbound,
     Urgent,
 )
+from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryLink, MemoryNetwork
 from streamoff.types import MIB, Address, OutcomeStatus, Slot
 from streamoff.wire.frames import Cancel, Chunk, Frame, Hold, Ping
@@ -29,7 +30,6 @@ from .world import (
     ComputedSource,
     Gate,
     assert_pattern,
-    digest,
     disk,
     files,
     memory,
@@ -66,7 +66,7 @@ class Parcel:
             stream=1,
             start=0,
             stop=self.nbytes,
-            digest=digest(data),
+            digest=chunk_digest((memoryview(data),), 0),
             body=(memoryview(data),),
         )
         return Inbound(chunk, self._release)

@@ -16,6 +16,7 @@ from streamoff.runtime.downloading import Terms
 from streamoff.runtime.jobs import open_job
 from streamoff.runtime.link import SILENCE_SECONDS
 from streamoff.runtime.threads import wait_from_thread
+from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryNetwork
 from streamoff.types import MIB, Address, Budgets, OutcomeStatus, Ref, Slot
 from streamoff.wire.frames import Cancel, Chunk, Open, Opened, Pull
@@ -107,7 +108,7 @@ async def test_progress_starts_the_schedule_afresh():
                     stream=stream,
                     start=0,
                     stop=len(header),
-                    digest=digest(header),
+                    digest=chunk_digest((memoryview(header),), 0),
                     body=(memoryview(header),),
                 )
             )

@@ -516,7 +516,7 @@ async def puppet(
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The digest of a chunk or a header."""
+    """The digest of a header."""
     return xxhash.xxh3_128_digest(data)
 
 

@@ -77,7 +77,7 @@ def transfer(
         random.Random(seed).shuffle(ranges)
     for start, stop in ranges:
         views = serve(source, start, stop)
-        landing.write(start, views, chunk_digest(views))
+        landing.write(start, views, chunk_digest(views, start))
     return landing.finish()
 
 

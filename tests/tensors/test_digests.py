@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import xxhash
@@ -22,10 +23,29 @@ def _cut(content: bytes, sizes: list[int]) -> Views:
     return tuple(views)
 
 
-def test_a_chunk_digest_is_plain_xxh3() -> None:
-    """Another implementation needs nothing but XXH3-128 in its canonical byte order."""
-    assert chunk_digest(()).hex() == "99aa06d3014798d86001c324468d497f"
-    assert chunk_digest(_cut(CONTENT, [7, 0, 300_000])) == xxhash.xxh3_128_digest(CONTENT)
+@pytest.mark.parametrize("start", [0, 1, PAGE - 3, PAGE, 5 * PAGE + 7])
+def test_a_chunk_digest_is_made_of_the_digests_of_pieces(start: int) -> None:
+    """Another implementation needs nothing but XXH3 in its canonical byte order, and where pages end."""
+    edges = [0, *range(PAGE - start % PAGE, len(CONTENT), PAGE), len(CONTENT)]
+    pieces = [CONTENT[low:high] for low, high in pairwise(edges)]
+    expected = xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_64_digest, pieces)))
+    assert chunk_digest(_cut(CONTENT, [7, 0, 300_000]), start) == expected
+
+
+def test_a_chunk_digest_of_nothing_is_that_of_no_bytes() -> None:
+    """A chunk without bytes has no pieces."""
+    assert chunk_digest((), 5).hex() == "99aa06d3014798d86001c324468d497f"
+
+
+@pytest.mark.parametrize("at", [0, PAGE - 1, PAGE, len(CONTENT) - 1])
+def test_a_chunk_digest_depends_on_every_byte_and_on_their_order(at: int) -> None:
+    """One byte that is different, or two pieces that change places, show."""
+    other = bytearray(CONTENT)
+    other[at] ^= 1
+    swapped = CONTENT[PAGE : 2 * PAGE] + CONTENT[:PAGE] + CONTENT[2 * PAGE :]
+    right = chunk_digest((memoryview(CONTENT),), 0)
+    assert chunk_digest((memoryview(other),), 0) != right
+    assert chunk_digest((memoryview(swapped),), 0) != right
 
 
 @pytest.mark.parametrize(
@@ -43,14 +63,12 @@ def test_the_last_page_may_be_short(size: int, pages: int) -> None:
     sizes=st.lists(st.integers(0, PAGE + 7), max_size=5),
 )
 def test_only_whole_pages_are_digested(start: int, stop: int, sizes: list[int]) -> None:
-    """A run yields exactly the pages it holds whole, and feeds every byte to the chunk's digest."""
+    """A run yields exactly the pages it holds whole, however it is cut."""
     start, stop = min(start, stop), max(start, stop)
-    chunk = xxhash.xxh3_128()
-    found = page_digests(_cut(CONTENT[start:stop], sizes), start, len(CONTENT), also=chunk)
+    found = page_digests(_cut(CONTENT[start:stop], sizes), start, len(CONTENT))
     edges = [(page, page * PAGE, min((page + 1) * PAGE, len(CONTENT))) for page in range(3)]
     assert found == {
         page: xxhash.xxh3_64_intdigest(CONTENT[low:high])
         for page, low, high in edges
         if start <= low and high <= stop
     }
-    assert chunk.digest() == xxhash.xxh3_128_digest(CONTENT[start:stop])

@@ -39,7 +39,7 @@ def landing(request: pytest.FixtureRequest, tmp_path: Path) -> Landing:
 
 def _chunk(source: StateDictSource, start: int, stop: int) -> tuple[int, Views, bytes]:
     views = serve(source, start, stop)
-    return start, views, chunk_digest(views)
+    return start, views, chunk_digest(views, start)
 
 
 def test_a_header_becomes_the_ranges_to_bring(landing: Landing) -> None:
@@ -93,7 +93,7 @@ def test_a_chunk_may_begin_with_the_header(landing: Landing) -> None:
     other[source.layout.data_start - 1] ^= 1
     forged = (memoryview(other),)
     with pytest.raises(IntegrityError, match="accepted header"):
-        landing.write(0, forged, chunk_digest(forged))
+        landing.write(0, forged, chunk_digest(forged, 0))
     landing.write(start, views, digest)
     assert_holds(landing.finish(), STATE)
 
@@ -105,7 +105,7 @@ def test_chunks_outside_the_payload_are_refused(landing: Landing) -> None:
     extra = (memoryview(bytes(10)),)
     for start in (source.layout.size - 9, source.layout.size, 2**62, -1):
         with pytest.raises(UsageError, match="outside"):
-            landing.write(start, extra, chunk_digest(extra))
+            landing.write(start, extra, chunk_digest(extra, start))
 
 
 def test_bytes_that_are_not_wanted_are_dropped(landing: Landing) -> None:
@@ -311,7 +311,7 @@ def test_any_number_of_tensors_is_one_file(tmp_path: Path) -> None:
         (mount / "transfer").mkdir()
         landing = DiskLanding(mount / "transfer")
         landing.open(layout)
-        landing.write(0, (content,), chunk_digest((content,)))
+        landing.write(0, (content,), chunk_digest((content,), 0))
         state = landing.finish()
         assert len(state) == 50_000
         assert [path.name for path in mount.rglob("*")] == ["transfer", PAYLOAD_NAME]
@@ -419,7 +419,7 @@ def test_read_only_bytes_are_looked_at_without_a_warning() -> None:
     content = bytes(b"".join(serve(source, 0, source.layout.size)))
     landing = MemoryLanding(check_finite=True)
     landing.open(source.layout)
-    landing.write(0, (memoryview(content),), chunk_digest((memoryview(content),)))
+    landing.write(0, (memoryview(content),), chunk_digest((memoryview(content),), 0))
     assert landing.finish().nonfinite == {"bad"}
 
 
@@ -441,7 +441,7 @@ disk = landing.DiskLanding(where)
 for item in disk.open(layout.parse(source.layout.header, size=source.layout.size)):
     buffer = memoryview(bytearray(item.nbytes))
     source.read_into(item.start, buffer)
-    disk.write(item.start, (buffer,), digests.chunk_digest((buffer,)))
+    disk.write(item.start, (buffer,), digests.chunk_digest((buffer,), item.start))
 landed = disk.finish()
 got = memoryview(bytearray(22))
 landed.read_span(0, 22, got)
@@ -471,7 +471,7 @@ def counted(fd, views, offset):
     return sizes[-1]
 os.pwritev = counted
 views = tuple(memoryview(bytes(1 << 18)) for _ in range(16))
-disk.write(4 << 20, views, digests.chunk_digest(views))
+disk.write(4 << 20, views, digests.chunk_digest(views, 4 << 20))
 print(sizes, len(calls))
 """
 

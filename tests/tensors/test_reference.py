@@ -32,7 +32,8 @@ def test_sizes_and_names_are_on_the_page() -> None:
     for stated in (
         f"by default of {CHUNK_BYTES} bytes",
         f"each page of {PAGE} bytes",
-        f"big-endian, {DIGEST_BYTES}\nbytes",
+        f"its digest of {DIGEST_BYTES} bytes",
+        f"Multiples of {PAGE} bytes",
         f"  {PAYLOAD_NAME}.part ",
         f"`{ALIASES}`",
     ):

@@ -153,7 +153,9 @@ def test_a_tensor_beyond_32_bits_lands_where_it_belongs(tmp_path: Path, size: in
         edges = [at for at in (2**31, 2**32) if at < size]
         for at in edges:
             views = (memoryview(b"\x05\x07"),)
-            landing.write(layout.data_start + at - 1, views, chunk_digest(views))
+            landing.write(
+                layout.data_start + at - 1, views, chunk_digest(views, layout.data_start + at - 1)
+            )
         (disk / f"{PAYLOAD_NAME}.part").rename(disk / "landed")
         assert (disk / "landed").stat().st_size == layout.size
         lazy = open_state(disk / "landed")["giant"]
@@ -175,7 +177,7 @@ def test_one_giant_tensor_is_cut_like_any_other(tmp_path: Path) -> None:
     for start in range(wanted.start, wanted.stop, MIB):
         views = serve(source, start, min(start + MIB, wanted.stop))
         assert sum(view.nbytes for view in views) <= MIB
-        landing.write(start, views, chunk_digest(views))
+        landing.write(start, views, chunk_digest(views, start))
         count += 1
     assert count == 40
     assert_holds(landing.finish(), state)

@@ -131,7 +131,10 @@ def chunks(nbytes: int) -> list[tuple[int, tuple[memoryview, ...], bytes]]:
     layout = plan([("w", "U8", (nbytes,))])
     content = memoryview(layout.header + bytes([3]) * nbytes)
     pieces = [content[at : at + MIB] for at in range(0, layout.size, MIB)]
-    return [(at * MIB, (piece,), chunk_digest((piece,))) for at, piece in enumerate(pieces)]
+    starts = range(0, layout.size, MIB)
+    return [
+        (at, (piece,), chunk_digest((piece,), at)) for at, piece in zip(starts, pieces, strict=True)
+    ]
 
 
 def test_a_disk_that_cannot_reserve_may_be_full_half_way(tmp_path: Path) -> None:

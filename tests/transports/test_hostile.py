@@ -26,6 +26,7 @@ from streamoff.errors import TransferError, UnreachableError
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import SILENCE_SECONDS
 from streamoff.runtime.pool import POOL_BYTES
+from streamoff.tensors.digests import chunk_digest
 from streamoff.transports import accepting, dialling
 from streamoff.transports.sockets import HostPort, TcpTransport, UnixTransport
 from streamoff.types import MIB, Address, Capability, Ref, Slot
@@ -57,7 +58,6 @@ from ..runtime.world import (
     Attempt,
     ComputedSource,
     assert_pattern,
-    digest,
     memory,
     settled_tasks,
 )
@@ -273,7 +273,7 @@ def advertise(sock: socket.socket, name: str, stream: int) -> None:
         **route, size=64 * MIB, header_bytes=100, header_digest=bytes(16), nonce=bytes(8)
     )
     body = (memoryview(bytes(4 * MIB)),)
-    chunk = Chunk(**route, start=0, stop=4 * MIB, digest=digest(body[0]), body=body)
+    chunk = Chunk(**route, start=0, stop=4 * MIB, digest=chunk_digest(body, 0), body=body)
     sock.setblocking(True)
     sock.sendall(raw(answer) + raw(chunk)[:100_000])
     sock.setblocking(False)

@@ -29,6 +29,7 @@ from streamoff.runtime.resources import MAX_WINDOW, Resources
 from streamoff.runtime.sparing import Lines
 from streamoff.runtime.threads import run_in_thread
 from streamoff.runtime.timers import Timer, Timers
+from streamoff.tensors.digests import chunk_digest
 from streamoff.tensors.sources import Source
 from streamoff.tensors.views import Views
 from streamoff.types import (
@@ -243,16 +244,13 @@ class _Serve:
         return not serving.final and self.effect.origin in self._tx.streams
 
     def _chunk(self, views: Views) -> Chunk:
-        digest = xxhash.xxh3_128()
-        for view in views:
-            digest.update(view)
         return Chunk(
             to=self.effect.origin.address,
             sender=self._publisher.address,
             stream=self.effect.origin.stream,
             start=self.effect.range.start,
             stop=self.effect.range.stop,
-            digest=digest.digest(),
+            digest=chunk_digest(views, self.effect.range.start),
             body=views,
         )
 

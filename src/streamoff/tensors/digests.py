@@ -1,10 +1,12 @@
-"""Digests: one per chunk on the wire, one per page of a landed file.
+"""Digests: one per page of a landed file, and one per chunk on the wire that is made of them.
 
-XXH3 finds damage, not forgery: a peer that lies about bytes lies about their digest too.
+Every byte is digested once at each end: what verifies a chunk leaves the digests of its pages behind. XXH3 finds
+damage, not forgery: a peer that lies about bytes lies about their digest too.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from typing import Final
 
@@ -12,10 +14,20 @@ import xxhash
 
 from streamoff.tensors.views import Views
 
-__all__ = ["DIGEST_BYTES", "PAGE", "PageDigests", "chunk_digest", "page_count", "page_digests"]
+__all__ = [
+    "DIGEST_BYTES",
+    "PAGE",
+    "PageDigests",
+    "chunk_digest",
+    "combined",
+    "page_count",
+    "page_digests",
+    "piece_digests",
+    "whole_pages",
+]
 
 PAGE: Final = 256 * 1024
-"""Bytes of a landed file that share a digest; reads verify whole pages."""
+"""Bytes of a payload that share a digest; reads of a landed file verify whole pages."""
 
 DIGEST_BYTES: Final = 16
 """Length of a chunk's digest."""
@@ -24,12 +36,22 @@ PageDigests = array
 """One XXH3-64 per page, typecode "Q", indexed by page number."""
 
 
-def chunk_digest(views: Views) -> bytes:
-    """Return the XXH3-128 of a run of bytes, 16 bytes, big-endian."""
-    hasher = xxhash.xxh3_128()
-    for view in views:
-        hasher.update(view)
-    return hasher.digest()
+def chunk_digest(views: Views, start: int) -> bytes:
+    """Return the digest of a chunk, 16 bytes.
+
+    Args:
+        views: Its bytes.
+        start: Payload offset of the first one.
+    """
+    return combined(piece_digests(views, start))
+
+
+def combined(pieces: PageDigests[int]) -> bytes:
+    """Return the digest of the chunk whose pieces have these: XXH3-128 over them, each 8 bytes, big-endian."""
+    if sys.byteorder == "little":
+        pieces = pieces[:]
+        pieces.byteswap()
+    return xxhash.xxh3_128_digest(pieces)
 
 
 def page_count(size: int) -> int:
@@ -37,36 +59,53 @@ def page_count(size: int) -> int:
     return -(-size // PAGE)
 
 
-def page_digests(
-    views: Views, start: int, size: int, *, also: xxhash.xxh3_128 | None = None
-) -> dict[int, int]:
-    """Digest every whole page of a run, in one pass over its bytes.
+def piece_digests(views: Views, start: int) -> PageDigests[int]:
+    """Digest a run of bytes piece by piece, in one pass; a piece ends where a page ends.
 
     Args:
-        views: The bytes, from offset ``start`` of the file on.
-        start: Offset in the file.
-        size: Size of the file: a page that ends there is whole although it is short.
-        also: Fed with every byte of the run in the same pass, while it is warm in the cache.
+        views: The bytes, from payload offset ``start`` on.
+        start: Payload offset.
 
     Returns:
-        Page number to XXH3-64; pages only part of which is in the run are left out.
+        The XXH3-64 of each piece, in order. All but the first and the last piece are whole pages.
     """
-    found: dict[int, int] = {}
-    page = xxhash.xxh3_64()
-    at, whole = start, start % PAGE == 0
+    found: PageDigests[int] = array("Q")
+    piece, at, begun = xxhash.xxh3_64(), start, False
     for view in views:
         rest = view
         while rest:
-            piece = rest[: PAGE - at % PAGE]
-            rest = rest[len(piece) :]
-            at += len(piece)
-            if also is not None:
-                also.update(piece)
-            if whole:
-                page.update(piece)
-            if at % PAGE == 0 or at == size:
-                if whole:
-                    found[(at - 1) // PAGE] = page.intdigest()
-                page.reset()
-                whole = True
+            part = rest[: PAGE - at % PAGE]
+            rest = rest[len(part) :]
+            piece.update(part)
+            at += len(part)
+            begun = at % PAGE != 0
+            if not begun:
+                found.append(piece.intdigest())
+                piece.reset()
+    if begun:
+        found.append(piece.intdigest())
     return found
+
+
+def whole_pages(pieces: PageDigests[int], start: int, stop: int, size: int) -> dict[int, int]:
+    """Return the digests of those pieces of a run that are whole pages, by page number.
+
+    Args:
+        pieces: Of the run.
+        start: Its first byte.
+        stop: Where it ends.
+        size: Of the payload: a page that ends there is whole although it is short.
+    """
+    first = start // PAGE
+    found = dict(enumerate(pieces, first))
+    if start % PAGE:
+        found.pop(first, None)
+    if stop % PAGE and stop != size:
+        found.pop(stop // PAGE, None)
+    return found
+
+
+def page_digests(views: Views, start: int, size: int) -> dict[int, int]:
+    """Digest every whole page of a run, in one pass over its bytes; see :func:`whole_pages`."""
+    pieces = piece_digests(views, start)
+    return whole_pages(pieces, start, start + sum(map(len, views)), size)

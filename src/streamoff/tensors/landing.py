@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-import xxhash
-
 from streamoff.errors import IntegrityError, UsageError
-from streamoff.tensors.digests import chunk_digest, page_digests
+from streamoff.tensors.digests import chunk_digest, combined, piece_digests, whole_pages
 from streamoff.tensors.files import DEFAULT_STORAGE, Dispose, Guard, Storage
 from streamoff.tensors.finite import FiniteCheck
 from streamoff.tensors.layout import Layout, subset
@@ -26,7 +24,7 @@ PAYLOAD_NAME: Final = "payload.safetensors"
 """The one file name of every landing; nothing is ever named after a tensor."""
 
 Chunk = tuple[int, Views, bytes]
-"""Payload offset, bytes, XXH3-128 of the bytes."""
+"""Payload offset, bytes, :func:`~streamoff.tensors.digests.chunk_digest` of them."""
 
 
 class Landing(Protocol):
@@ -59,7 +57,7 @@ class Landing(Protocol):
         Args:
             start: Payload offset of its first byte.
             views: Its bytes; bytes that are not wanted are dropped after the check.
-            digest: XXH3-128 of all of them, 16 bytes.
+            digest: :func:`~streamoff.tensors.digests.chunk_digest` of all of them.
 
         Raises:
             IntegrityError: The bytes do not have the digest. Nothing was landed.
@@ -237,17 +235,14 @@ class DiskLanding(_Landing):
     def write(self, start: int, views: Views, digest: bytes) -> None:
         """Check a chunk and write it at its place; see :class:`Landing`.
 
-        The chunk's digest and its pages' are made in one pass over the bytes.
+        The digests that verify it are its pages', too, unless a part of the payload is landed.
         """
         writer = self._opened()
-        pages: dict[int, int] | None = None
-        if self._placement is not None and self._placement.whole:
-            hasher = xxhash.xxh3_128()
-            pages = page_digests(views, start, writer.layout.size, also=hasher)
-            actual = hasher.digest()
-        else:
-            actual = chunk_digest(views)
-        placement = self._checked(start, views, digest, actual)
+        pieces = piece_digests(views, start)
+        placement = self._checked(start, views, digest, combined(pieces))
+        pages = None
+        if placement.whole:
+            pages = whole_pages(pieces, start, start + nbytes(views), writer.layout.size)
         for offset, run in placement.runs(start, views):
             self._look(writer.layout, offset, run)
             writer.put(offset, run, pages)
@@ -319,7 +314,7 @@ class MemoryLanding(_Landing):
     def write(self, start: int, views: Views, digest: bytes) -> None:
         """Check a chunk and copy it into the tensors; see :class:`Landing`."""
         writer = self._opened()
-        placement = self._checked(start, views, digest, chunk_digest(views))
+        placement = self._checked(start, views, digest, chunk_digest(views, start))
         for offset, run in placement.runs(start, views):
             self._look(writer.layout, offset, run)
             writer.put(offset, run)

@@ -234,7 +234,8 @@ class Chunk(Routed):
         stream: Of the open.
         start: First byte.
         stop: One past the last byte, above ``start``.
-        digest: XXH3-128 of the bytes, 16 bytes.
+        digest: Of the bytes, 16 bytes: XXH3-128 over the XXH3-64 (big-endian) of each piece, where a piece ends at every
+            multiple of 256 KiB of the payload.
         body: ``stop - start`` bytes.
     """
 
