@@ -316,8 +316,8 @@ async def test_no_job_is_memory_with_one_warning(caplog: pytest.LogCaptureFixtur
     assert len(warnings) == 1
 
 
-async def test_lazies_are_served_from_their_file_while_the_job_drains(tmp_path: Path) -> None:
-    """A transaction that serves files of a root gets the drain window, and the bits arrive."""
+async def test_what_nobody_pulls_within_the_drain_window_is_gone(tmp_path: Path) -> None:
+    """A transaction that serves files of a root has the drain window, and no longer: then its refs are gone."""
     net = MemoryNetwork()
     tree = {"w": torch.randn(MIB)}
     async with connected("site-1", net=net) as (server, site):
