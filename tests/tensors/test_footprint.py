@@ -69,7 +69,7 @@ def transfer(source, landing, chunk=4 * MIB):
             if views is None:
                 source.read_into(start, buffer[: stop - start])
                 views = (buffer[: stop - start],)
-            landing.write(start, views, chunk_digest(views, start))
+            landing.write(start, views, chunk_digest(views))
     return landing.finish()
 
 def maps():
@@ -149,7 +149,7 @@ source = StateDictSource(giant)
 with Peak("RssAnon") as plain:
     for start in range(0, source.layout.size, MIB):
         views = source.views(start, min(start + MIB, source.layout.size))
-        chunk_digest(views, start)
+        chunk_digest(views)
 assert plain.growth <= 2, plain.growth
 
 strided = StateDictSource({"giant": torch.zeros(10 * MIB).view(2048, -1).t()})
@@ -258,30 +258,3 @@ assert hostile.growth < 1, hostile.growth
 def test_a_hostile_header_length_costs_nothing(tmp_path: Path) -> None:
     """A length of 2**62 is refused without a mebibyte being allocated for it."""
     _measure(tmp_path, HOSTILE)
-
-
-HUGE_PAGES = """
-import pathlib, re
-import torch
-from streamoff.tensors.memory import empty
-from streamoff.types import TensorSpec
-
-def flags(tensor):
-    at, found = tensor.data_ptr() + tensor.nbytes // 2, None
-    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
-        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            found = int(match[1], 16) <= at < int(match[2], 16)
-        elif found and line.startswith("VmFlags:"):
-            return line.split()[1:]
-
-large, small = (empty(TensorSpec("w", "U8", (size,), 0, size)) for size in (16 << 20, 1 << 20))
-print("hg" in flags(large), "hg" in flags(small))
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
-)
-def test_large_tensors_are_received_into_huge_pages(tmp_path: Path) -> None:
-    """The kernel is asked for huge pages where they fit into a tensor, and left alone about small ones."""
-    assert run_script(HUGE_PAGES, tmp_path).split() == ["True", "False"]

@@ -7,9 +7,6 @@ copied element range by element range, straight into the caller's buffer.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -28,13 +25,10 @@ from streamoff.tensors.layout import (
     with_aliases,
 )
 from streamoff.tensors.views import Views, as_bytes, clip, nbytes, scatter
-from streamoff.types import MIB, TensorSpec
+from streamoff.types import TensorSpec
 
 __all__ = ["TensorBytes", "allocate", "borrow", "byte_view", "empty", "plain", "read_bytes"]
 
-_MADV_HUGEPAGE: Final = 14  # mman.h
-_HUGE_PAGE: Final = 2 * MIB
-_HUGE_FROM: Final = 2 * _HUGE_PAGE
 _MAX_VIEWS: Final = 256
 """More pieces than this and one copy into a buffer is cheaper than handing the pieces on."""
 
@@ -108,27 +102,9 @@ def empty(spec: TensorSpec) -> torch.Tensor:
     """
     dtype = torch_dtype(spec.dtype)
     try:
-        tensor = torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=dtype)
     except RuntimeError as error:  # torch says so in words only
         raise MemoryError(f"cannot allocate {spec.nbytes} bytes for a tensor") from error
-    _advise_huge_pages(tensor.data_ptr(), spec.nbytes)
-    return tensor
-
-
-def _advise_huge_pages(start: int, nbytes: int) -> None:
-    """Ask for huge pages where they fit whole into a large block, so it takes no more memory than without.
-
-    To fault in a page of 4 KiB costs as much as filling it. Where the kernel has none, nothing happens.
-    """
-    first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
-    last = (start + nbytes) // _HUGE_PAGE * _HUGE_PAGE
-    if nbytes >= _HUGE_FROM and first < last and sys.platform == "linux":
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def read_bytes(tensor: torch.Tensor, start: int, out: memoryview) -> None:
