@@ -213,6 +213,10 @@ class Hooked:
         opened: RangeSet = self.real.open(layout, names)
         return opened
 
+    def memory(self, start: int, stop: int) -> Views | None:
+        views: Views | None = self.real.memory(start, stop)
+        return views
+
     def write(self, start: int, views: Views, digest: bytes) -> None:
         self._call("write", start)
         self.real.write(start, views, digest)

@@ -18,7 +18,7 @@ from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding, Landing, Memory
 from streamoff.tensors.layout import plan
 from streamoff.tensors.lazy import LazyStateDict
 from streamoff.tensors.sources import FileSource, StateDictSource
-from streamoff.tensors.views import Views
+from streamoff.tensors.views import Views, scatter
 from streamoff.types import MIB, ByteRange, RangeSet
 
 from ..disks import tmpfs
@@ -51,6 +51,45 @@ def test_a_header_becomes_the_ranges_to_bring(landing: Landing) -> None:
     )
     with pytest.raises(UsageError, match="opened before"):
         landing.open(layout)
+
+
+def test_a_chunk_may_come_where_it_belongs(tmp_path: Path) -> None:
+    """Memory offers the tensors' own for what it wants whole, checks what came there, and copies it nowhere."""
+    source, landing = StateDictSource(STATE), MemoryLanding()
+    start, stop = source.layout.data_start, source.layout.size
+    assert landing.memory(start, stop) is None  # not open yet
+    landing.open(source.layout)
+    assert landing.memory(start - 1, stop) is None  # the header has no place
+    assert landing.memory(start, stop + 1) is None
+    assert landing.memory(stop, stop) is None
+    content = b"".join(serve(source, start, stop))
+    place = landing.memory(start, stop)
+    assert place is not None
+    damaged = bytes([content[0] ^ 1]) + content[1:]
+    scatter((memoryview(damaged),), place)
+    digest = chunk_digest((memoryview(content),), start)
+    with pytest.raises(IntegrityError, match="damaged"):
+        landing.write(start, place, digest)
+    again = landing.memory(start, stop)
+    assert again is not None
+    scatter((memoryview(content),), again)
+    landing.write(start, again, digest)
+    state = landing.finish()
+    assert_holds(state, STATE)
+    tensor = state.tensor("flag").view(torch.uint8)
+    again[-1][-1] ^= 1
+    assert tensor[-1] != STATE["flag"].view(torch.uint8)[-1]  # it was its own memory
+
+
+def test_memory_of_a_part_and_files_have_no_place_for_a_chunk(tmp_path: Path) -> None:
+    """Where bytes are moved or dropped on the way, and on disk, a chunk has to come elsewhere."""
+    layout = StateDictSource(STATE).layout
+    part, disk = MemoryLanding(), DiskLanding(tmp_path)
+    landings: tuple[Landing, ...] = (part, disk)
+    part.open(layout, ["flag", "big"])
+    disk.open(layout)
+    assert [one.memory(layout.data_start, layout.size) for one in landings] == [None, None]
+    disk.discard()
 
 
 def test_an_unknown_name_allocates_nothing(landing: Landing, tmp_path: Path) -> None:

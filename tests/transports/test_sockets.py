@@ -162,6 +162,16 @@ class Sparse:
         pass
 
 
+async def test_a_payload_for_memory_is_received_into_its_tensors(net: Net):
+    """Only the first chunk, which brings the layout along, passes through a buffer."""
+    tensors = state_dict(21)
+    async with connected(net) as (server, site):
+        tx, ref = offer(site, StateDictSource(tensors))
+        assert_same(await server.run_transfer(server.transfer(ref, memory())), tensors)
+        assert (await tx.wait()).status is OutcomeStatus.COMPLETED
+        assert server.resources.pool.peak == 1
+
+
 async def test_offsets_beyond_two_and_four_gibibytes_are_exact(unix: Net, tmp_path):
     """Tensors that lie behind 2**31 + 1 and 2**32 + 1 bytes of others arrive to the last byte."""
     async with connected(unix) as (server, site), open_job("job", server, scratch=tmp_path) as job:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from streamoff.errors import LimitError, LinkLostError, MalformedFrameError
-from streamoff.runtime.link import Inbound
+from streamoff.runtime.link import Inbound, Placement
 from streamoff.runtime.pool import BufferPool
 from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.stream import StreamLink
@@ -96,6 +96,13 @@ async def lent(pool: BufferPool, frame: Chunk) -> Ready:
         body=(view,),
     )
     return Ready(Inbound(copy, buffer.release, buffer), frame.stop - frame.start)
+
+
+def scattered(frame: Chunk) -> Placement:
+    """Memory for the body of a chunk, in four places, one of them empty."""
+    size = frame.stop - frame.start
+    sizes = (size // 3, 0, size // 2, size - size // 3 - size // 2)
+    return Placement(tuple(memoryview(bytearray(one)) for one in sizes))
 
 
 def assert_equal(arrived: Frame, sent: Frame) -> None:
@@ -242,6 +249,7 @@ async def test_any_cut_of_the_bytes_gives_the_same_frames(sent, cuts):
     pool = BufferPool()
     data = b"".join(raw(frame, 1 if isinstance(frame, Chunk) else 2) for frame in sent)
     link = StreamLink(_Script(data, cuts), pool)
+    link.place(lambda frame: scattered(frame) if frame.stop % 2 else None)
     for frame in sent:
         inbound = await link.receive()
         assert_equal(inbound.frame, frame)
@@ -250,6 +258,60 @@ async def test_any_cut_of_the_bytes_gives_the_same_frames(sent, cuts):
         await link.receive()
     assert pool.lent == 0
     assert link.received == len(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_chunk_is_received_where_its_receiver_wants_it(kind, consortium: Consortium):
+    """Asked where a chunk is to go, a receiver's own memory is filled, and no buffer of the pool is taken."""
+    pool, sent, placed = BufferPool(), chunk(3 * MIB + 1, start=5), list[Placement]()
+
+    def placer(outline: Chunk) -> Placement:
+        assert (outline.start, outline.stop, outline.body) == (sent.start, sent.stop, ())
+        placed.append(scattered(outline))
+        return placed[-1]
+
+    async with link_pair(kind, consortium, pool=pool) as (near, far):
+        far.place(placer)
+        async with anyio.create_task_group() as group:
+            group.start_soon(send, near, ready(sent))
+            inbound = await far.receive()
+        assert_equal(inbound.frame, sent)
+        assert isinstance(inbound.frame, Chunk)
+        assert inbound.frame.body is placed[0].views
+        inbound.release()
+        placed[0].give_up()  # too late: it is all there
+        assert b"".join(placed[0].views) == sent.body[0]
+    assert len(placed) == 1
+    assert pool.peak == 0
+
+
+async def test_memory_that_is_wanted_back_is_written_no_more():
+    """A receiver that takes its memory back in the middle of a chunk gets the chunk without a body, and the link lives."""
+    sent, pool = chunk(MIB), BufferPool()
+    data = raw(sent) + raw(ping(7))
+    async with listening(pool) as (link, far):
+        placement = scattered(sent)
+        link.place(lambda _outline: placement)
+        got: list[Frame] = []
+
+        async def read() -> None:
+            while len(got) < 2:
+                got.append((await link.receive()).frame)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            far.send(data[:300_000])
+            await settled(lambda: any(placement.views[0]) and link.received == 300_000)
+            placement.give_up()
+            before = b"".join(placement.views)
+            group.start_soon(_feed, far, data[300_000:])
+            far.setblocking(False)
+        lapsed, after = got
+        assert isinstance(lapsed, Chunk)
+        assert (lapsed.start, lapsed.stop, lapsed.body) == (0, MIB, ())
+        assert after == ping(7)
+        assert b"".join(placement.views) == before
+    assert pool.peak == 0
 
 
 # --- order --------------------------------------------------------------------------------------

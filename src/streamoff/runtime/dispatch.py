@@ -6,7 +6,7 @@ import logging
 
 from streamoff.errors import PeerError, StreamoffError, UnexpectedMessageError
 from streamoff.runtime.downloads import Downloads
-from streamoff.runtime.link import Inbound, LinkDriver
+from streamoff.runtime.link import Inbound, LinkDriver, Placement
 from streamoff.runtime.links import Behind, Links
 from streamoff.runtime.messages import Mailbox
 from streamoff.runtime.notices import Notifier
@@ -99,6 +99,16 @@ class Dispatcher:
         self._mailbox.repeat(behind)
 
     # --- frames -----------------------------------------------------------------------------------
+
+    def place(self, driver: LinkDriver, chunk: Chunk) -> Placement | None:
+        """Where a chunk is received that may come, is for a transfer of ours, and was asked for."""
+        mine = chunk.to == self._me
+        if not mine or not may_speak(
+            chunk.sender, me=self._me, uplink=driver.uplink, peers=driver.peers
+        ):
+            return None
+        transfer = self._downloads.of(chunk.stream, chunk.sender)
+        return None if transfer is None else transfer.place(chunk)
 
     def dispatch(self, driver: LinkDriver, inbound: Inbound) -> None:
         """Take one frame. A neighbour that talks nonsense loses its link; one behind it is not heard."""

@@ -34,7 +34,7 @@ from streamoff.errors import (
 from streamoff.machines import download as m
 from streamoff.machines.download import DOWNLOAD, Download, DownloadState
 from streamoff.machines.story import Story
-from streamoff.runtime.link import Inbound
+from streamoff.runtime.link import Inbound, Placement
 from streamoff.runtime.resources import Resources
 from streamoff.runtime.signal import Signal
 from streamoff.runtime.space import SpaceQueue, Turn
@@ -203,6 +203,7 @@ class Transfer:
         self._layout: Layout | None = None
         self._landing: Landing | None = None
         self._landing_now: ByteRange | None = None
+        self._placement = Placement(())
         self._lack: _Lack | None = None
         self._state: State | None = None
         self._fault: StreamoffError | None = None
@@ -316,6 +317,18 @@ class Transfer:
         if self._header_digest not in {b"", frame.header_digest}:
             return IntegrityError("the payload changed between two attempts")
         return None
+
+    def place(self, chunk: Chunk) -> Placement | None:
+        """Where the body of a chunk is received: in the landing's own memory, if it has some and it was asked for."""
+        asked = self.record.state in _LANDING and self._asked.get(chunk.start) == chunk.stop
+        if not asked or self._layout is None or self._landing is None:
+            return None
+        views = self._landing.memory(chunk.start, chunk.stop)
+        if views is None:
+            return None
+        self._placement.give_up()
+        self._placement = Placement(views)
+        return self._placement
 
     def on_chunk(self, inbound: Inbound) -> None:
         """Bytes came; what was not asked for is dropped."""
@@ -436,6 +449,7 @@ class Transfer:
     def _open(self) -> None:
         """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
         self._asked.clear()
+        self._placement.give_up()
         self.attempts += 1
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
@@ -725,6 +739,8 @@ class Transfer:
 
     async def _clean_up(self) -> None:
         self._drop_inbox()
+        self._placement.give_up()
+        self._placement = Placement(())
         self._header = None
         if self.record.state is DownloadState.DONE and self.defect is None:
             self._landing = None

@@ -28,7 +28,7 @@ from streamoff.runtime.signal import Signal
 from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timer, Timers
 from streamoff.types import MIB, Address
-from streamoff.wire.frames import Frame, Hello, Message, Ping
+from streamoff.wire.frames import Chunk, Frame, Hello, Message, Ping, Views
 from streamoff.wire.handshake import Accepted
 from streamoff.wire.limits import LinkLimits
 
@@ -42,6 +42,8 @@ __all__ = [
     "LinkDriver",
     "Listener",
     "Outbound",
+    "Placement",
+    "Placer",
 ]
 
 logger = logging.getLogger("streamoff.link")
@@ -75,6 +77,23 @@ class Inbound:
     frame: Frame
     release: Callable[[], None] = _nothing
     lent: Buffer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Memory of a receiver's that the body of a chunk is received into, so that it is not copied there.
+
+    Args:
+        views: Writable, as long as the body.
+        give_up: Set by the link that receives: from then on it writes no more there, and throws the rest away.
+    """
+
+    views: Views
+    give_up: Callable[[], None] = _nothing
+
+
+Placer = Callable[[Chunk], Placement | None]
+"""Where the body of a chunk, of which only the header is here, is to go; None: into a buffer of the pool."""
 
 
 class Deferred(Protocol):
@@ -126,6 +145,10 @@ class Link(Protocol):
 
     def agree(self, limits: LinkLimits) -> None:
         """Send within what both ends accept from now on."""
+        ...
+
+    def place(self, placer: Placer) -> None:
+        """Ask for every chunk where it is to go, if bodies can be received into memory of others."""
         ...
 
     def ready(self, item: Deferred) -> bool:
@@ -187,6 +210,7 @@ class LinkDriver:
         uplink: Whether this end dialled it as its way out.
         timers: The endpoint's clock.
         dispatch: Called with every frame but ping, in order, without awaiting.
+        place: Called with a chunk that is about to come; see :data:`Placer`.
         lines: The endpoint's log.
     """
 
@@ -200,9 +224,11 @@ class LinkDriver:
         uplink: bool,
         timers: Timers,
         dispatch: Callable[[LinkDriver, Inbound], None],
+        place: Callable[[LinkDriver, Chunk], Placement | None],
         lines: Lines,
     ) -> None:
         self.link = link
+        link.place(lambda chunk: place(self, chunk))
         self.mine = mine
         self.theirs = theirs
         self.accepted = accepted

@@ -18,11 +18,11 @@ from anyio.abc import TaskGroup
 
 from streamoff.errors import LinkLostError, StreamoffError, UnreachableError, UsageError
 from streamoff.runtime.handshake import shake_hands
-from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver, Listener
+from streamoff.runtime.link import Deferred, Inbound, Link, LinkDriver, Listener, Placement
 from streamoff.runtime.sparing import Lines
 from streamoff.runtime.timers import Timers
 from streamoff.types import Address, Capability
-from streamoff.wire.frames import Hello, Routed
+from streamoff.wire.frames import Chunk, Hello, Routed
 from streamoff.wire.handshake import Accepted, judge
 from streamoff.wire.routes import choose
 
@@ -69,6 +69,10 @@ class Traffic(Protocol):
 
     def dispatch(self, driver: LinkDriver, inbound: Inbound) -> None:
         """A frame came."""
+        ...
+
+    def place(self, driver: LinkDriver, chunk: Chunk) -> Placement | None:
+        """The body of a chunk is about to come; see :data:`streamoff.runtime.link.Placer`."""
         ...
 
     def peer_restarted(self, peer: Address) -> None:
@@ -321,6 +325,7 @@ class Links:
             uplink=dialled is not None and dialled == self.uplink,
             timers=self._timers,
             dispatch=self._traffic.dispatch,
+            place=self._traffic.place,
             lines=self._lines,
         )
 

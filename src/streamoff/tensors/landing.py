@@ -51,12 +51,21 @@ class Landing(Protocol):
         """
         ...
 
+    def memory(self, start: int, stop: int) -> Views | None:
+        """Where a chunk belongs in memory, so that it can be received there before :meth:`write`; never blocks.
+
+        Returns:
+            Writable, ``stop - start`` bytes; None: this landing, or this range, has no such place.
+        """
+        ...
+
     def write(self, start: int, views: Views, digest: bytes) -> None:
         """Check a chunk and land it; distinct ranges may be written from several threads.
 
         Args:
             start: Payload offset of its first byte.
-            views: Its bytes; bytes that are not wanted are dropped after the check.
+            views: Its bytes; bytes that are not wanted are dropped after the check. What :meth:`memory` has
+                returned for this start is where it belongs already.
             digest: :func:`~streamoff.tensors.digests.chunk_digest` of all of them.
 
         Raises:
@@ -232,6 +241,10 @@ class DiskLanding(_Landing):
         )
         return ranges
 
+    def memory(self, start: int, stop: int) -> None:  # noqa: ARG002 - the protocol's
+        """None: a file has no memory of its own; see :class:`Landing`."""
+        return
+
     def write(self, start: int, views: Views, digest: bytes) -> None:
         """Check a chunk and write it at its place; see :class:`Landing`.
 
@@ -304,6 +317,7 @@ class MemoryLanding(_Landing):
     def __init__(self, *, check_finite: bool = False) -> None:
         super().__init__(check_finite=check_finite)
         self._writer: MemoryWriter | None = None
+        self._in_place: dict[int, Views] = {}
 
     def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
         """Allocate the tensors; see :class:`Landing`."""
@@ -311,13 +325,26 @@ class MemoryLanding(_Landing):
         self._writer = MemoryWriter(landed)
         return ranges
 
+    def memory(self, start: int, stop: int) -> Views | None:
+        """The tensors' memory, if the payload is landed whole and the tensors of the range are few; see :class:`Landing`."""
+        writer, placement = self._writer, self._placement
+        if writer is None or placement is None or not placement.whole:
+            return None
+        if not writer.layout.data_start <= start < stop <= writer.layout.size:
+            return None
+        views = writer.views(start, stop)
+        if views is not None:
+            self._in_place[start] = views
+        return views
+
     def write(self, start: int, views: Views, digest: bytes) -> None:
-        """Check a chunk and copy it into the tensors; see :class:`Landing`."""
+        """Check a chunk and copy it into the tensors, unless it is there; see :class:`Landing`."""
         writer = self._opened()
+        there = self._in_place.pop(start, None) is views
         placement = self._checked(start, views, digest, chunk_digest(views, start))
         for offset, run in placement.runs(start, views):
             self._look(writer.layout, offset, run)
-            writer.put(offset, run)
+            writer.put(offset, run, there=there)
 
     def finish(self) -> MemoryState:
         """Return the tensors; see :class:`Landing`."""

@@ -341,14 +341,28 @@ class MemoryWriter:
         """Put bytes at offset ``start`` of the data section; see :class:`StateWriter`."""
         self.put(self._layout.data_start + start, (as_bytes(buffer),))
 
-    def put(self, offset: int, views: Views) -> None:
+    def views(self, start: int, stop: int) -> Views | None:
+        """The tensors' own memory for a range of the payload; None where they are too many.
+
+        Raises:
+            UsageError: Outside the payload.
+        """
+        return self._bytes.views(start, stop)
+
+    def put(self, offset: int, views: Views, *, there: bool = False) -> None:
         """Put a run of bytes at an offset of the payload; header bytes are passed over.
+
+        Args:
+            offset: Offset in the payload.
+            views: The bytes.
+            there: They are what :meth:`views` has returned, and need no copying.
 
         Raises:
             UsageError: Outside the payload, or the writer is finished or discarded.
         """
         self._check_open()
-        self._bytes.write(offset, views)
+        if not there:
+            self._bytes.write(offset, views)
         with self._lock:
             self._written = self._written.add(ByteRange(offset, offset + nbytes(views)))
 

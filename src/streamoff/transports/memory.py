@@ -18,7 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LinkLostError, UnreachableError, UsageError
-from streamoff.runtime.link import Deferred, Inbound, Listener, Outbound, Urgent
+from streamoff.runtime.link import Deferred, Inbound, Listener, Outbound, Placer, Urgent
 from streamoff.runtime.signal import Signal
 from streamoff.types import Address
 from streamoff.wire.codec import Encoded, decode, encode
@@ -245,6 +245,9 @@ class MemoryLink:
 
     def agree(self, limits: LinkLimits) -> None:
         """Frames are not cut into pieces here."""
+
+    def place(self, placer: Placer) -> None:
+        """Bodies are handed over by reference: they are where they are."""
 
     def ready(self, item: Deferred) -> bool:  # noqa: ARG002 - the protocol's
         """The far end fetches a chunk, when it takes it. See :class:`streamoff.runtime.link.Link`."""

@@ -1,7 +1,7 @@
 """A link over a byte stream: frames on a non-blocking socket, without a copy of a chunk in user space.
 
-The syscall comes first and the wait only when it would block. A body is received into the pool's buffer, and
-the same call brings the prefix of the next frame along. A chunk is sent from where it lies, piece by piece,
+The syscall comes first and the wait only when it would block. A body is received where its receiver wants it in
+memory, else into the pool's buffer, and the same call brings the prefix of the next frame along. A chunk is sent from where it lies, piece by piece,
 and control frames overtake it in between, in their own order: so pieces are as large as the line is fast, and a
 large piece tells the other end that it need not wake for a few bytes. A frame that was begun is finished or
 the link is lost; a chunk that was begun may be abandoned between two frames.
@@ -19,11 +19,12 @@ import anyio
 import anyio.lowlevel
 
 from streamoff.errors import LimitError
-from streamoff.runtime.link import Deferred, Inbound, Outbound, Urgent
+from streamoff.runtime.link import Deferred, Inbound, Outbound, Placement, Placer, Urgent
 from streamoff.runtime.pool import Buffer, BufferPool, Tenure
+from streamoff.tensors.views import scatter
 from streamoff.transports.streams import ByteStream, consume
 from streamoff.types import MIB, Address
-from streamoff.wire.assembly import Abandoned, Assembler, abandon, split
+from streamoff.wire.assembly import Abandoned, Assembler, Pieces, abandon, split
 from streamoff.wire.codec import PREFIX_BYTES, Prefix, encode
 from streamoff.wire.frames import Chunk, Frame, Views
 from streamoff.wire.limits import DEFAULT_LIMITS, Limits, LinkLimits
@@ -54,13 +55,24 @@ CONTROL_CHANNEL: Final = 2
 
 
 class _Filling:
-    """A piece of a body that is being received; ``view`` may be exchanged for another of its length."""
+    """A piece of a body that is being received; ``rest`` is what is still to be filled, and may be exchanged."""
 
-    __slots__ = ("have", "view")
+    __slots__ = ("have", "rest", "size")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, views: Iterable[memoryview]) -> None:
+        self.rest = list(views)
+        self.size = sum(map(len, self.rest))
         self.have = 0
+
+    def put(self, content: memoryview) -> None:
+        """Take bytes that were read ahead, at most what is missing."""
+        scatter((content,), self.rest)
+        self.filled(len(content))
+
+    def filled(self, nbytes: int) -> None:
+        """So many more bytes are there."""
+        self.have += nbytes
+        consume(self.rest, nbytes)
 
 
 class _Intake:
@@ -110,19 +122,18 @@ class _Intake:
         return self._ahead[self._start - size : self._start]
 
     async def body(self, filling: _Filling, *, more: bool) -> None:
-        """Fill a view; ``more``: the body goes on in the next frame, so only its prefix is read along."""
-        size = len(filling.view)
+        """Fill a piece; ``more``: the body goes on in the next frame, so only its prefix is read along."""
+        size = filling.size
         self._bulk = size >= CONTROL_AHEAD
         have = min(self._stop - self._start, size)
-        filling.view[:have] = self._ahead[self._start : self._start + have]
-        filling.have = have
+        filling.put(self._ahead[self._start : self._start + have])
         self._start += have
         if have == size:
             return
         self._start = self._stop = 0
         ahead = self._ahead[: PREFIX_BYTES if more else BULK_AHEAD]
         while filling.have < size:
-            got = self._stream.receive_nowait([filling.view[filling.have :], ahead])
+            got = self._stream.receive_nowait([*filling.rest, ahead])
             if not got:
                 left = size - filling.have - RECORD_AHEAD
                 await self._receivable(
@@ -131,10 +142,14 @@ class _Intake:
                 continue
             self.received += got
             self._stop = max(0, filling.have + got - size)
-            filling.have += got - self._stop
+            filling.filled(got - self._stop)
             self._busy += got
             if self._busy >= YIELD_BYTES:
                 await self._rest()
+
+
+def _anywhere(_chunk: Chunk) -> None:
+    """Nobody cares where a chunk is received."""
 
 
 @functools.cache
@@ -144,34 +159,44 @@ def _blank(nbytes: int) -> memoryview:
 
 
 class _Arriving:
-    """The chunk that is being received."""
+    """The chunk that is being received: into a buffer of the pool, or where the receiver wants it.
 
-    __slots__ = ("_waste", "buffer", "channel", "filling", "used")
+    Args:
+        channel: Of its frames.
+        into: A buffer on loan, or memory of the receiver's.
+        nbytes: Of its body.
+    """
 
-    def __init__(self, channel: int, buffer: Buffer) -> None:
+    __slots__ = ("_body", "_into", "_pieces", "_used", "_waste", "channel", "filling")
+
+    def __init__(self, channel: int, into: Buffer | Placement, nbytes: int) -> None:
         self.channel = channel
-        self.buffer: Buffer | None = buffer
-        self.used = 0
-        self.filling = _Filling(memoryview(b""))
+        self.filling = _Filling(())
+        self._into: Buffer | Placement | None = into
+        self._used = 0
         self._waste = memoryview(b"")
-        buffer.tenure = Tenure(lambda: self.used + self.filling.have, self.give_up)
+        if isinstance(into, Buffer):
+            self._body: Views = (into.view(nbytes),)
+            into.tenure = Tenure(lambda: self._used + self.filling.have, self.give_up)
+        else:
+            self._body = into.views
+            into.give_up = self.give_up
+        self._pieces = Pieces(self._body)
 
     def piece(self, nbytes: int) -> _Filling:
         """Where the next piece goes."""
-        self.used += self.filling.have
-        if self.buffer is None:
-            view = self._wasted(nbytes)
-        else:
-            view = self.buffer.view(self.used + nbytes)[self.used :]
-        self.filling = _Filling(view)
+        self._used += self.filling.have
+        given_up = self._into is None
+        self.filling = _Filling((self._wasted(nbytes),) if given_up else self._pieces.take(nbytes))
         return self.filling
 
     def give_up(self) -> None:
-        """Return the buffer; what is still to come is received and forgotten."""
-        if self.buffer is not None:
-            self.buffer.release()
-            self.buffer = None
-            self.filling.view = self._wasted(len(self.filling.view))
+        """Let go of the memory; what is still to come is received and forgotten."""
+        into, self._into, self._body = self._into, None, ()
+        if into is not None:
+            self.filling.rest = [self._wasted(self.filling.size - self.filling.have)]
+        if isinstance(into, Buffer):
+            into.release()
 
     def _wasted(self, nbytes: int) -> memoryview:
         if len(self._waste) < nbytes:
@@ -180,11 +205,12 @@ class _Arriving:
 
     def whole(self, chunk: Chunk) -> Inbound:
         """What comes out: the chunk with its buffer, or, given up, without a body."""
-        if self.buffer is None:
-            return Inbound(dataclasses.replace(chunk, body=()))
-        self.buffer.tenure = None
-        body = (self.buffer.view(chunk.stop - chunk.start),)
-        return Inbound(dataclasses.replace(chunk, body=body), self.buffer.release, self.buffer)
+        into, self._into = self._into, None
+        whole = dataclasses.replace(chunk, body=self._body)
+        if isinstance(into, Buffer):
+            into.tenure = None
+            return Inbound(whole, into.release, into)
+        return Inbound(whole)
 
 
 class _Departing:
@@ -267,6 +293,7 @@ class StreamLink:
         self._intake = _Intake(stream)
         self._assembler = Assembler(limits)
         self._arriving: _Arriving | None = None
+        self._placer: Placer = _anywhere
         self._sent = 0
         self._waiting = False
 
@@ -284,6 +311,10 @@ class StreamLink:
         """Cut what is sent to what both ends accept."""
         self._frame = limits.frame
         self._piece = min(self._piece, limits.frame)
+
+    def place(self, placer: Placer) -> None:
+        """Receive bodies of chunks where they are to go; see :class:`~streamoff.runtime.link.Link`."""
+        self._placer = placer
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -389,24 +420,27 @@ class StreamLink:
         if not prefix.body_bytes:
             return ()
         if isinstance(outline, Chunk):
-            await self._begin_chunk(prefix)
+            await self._begin_chunk(prefix, outline)
         chunk = self._arriving
         if chunk is not None and chunk.channel == prefix.channel:
             await self._intake.body(chunk.piece(prefix.body_bytes), more=prefix.rest > 0)
             return (_blank(self._limits.link.frame)[: prefix.body_bytes],)
         view = memoryview(bytearray(prefix.body_bytes))
-        await self._intake.body(_Filling(view), more=prefix.rest > 0)
+        await self._intake.body(_Filling((view,)), more=prefix.rest > 0)
         return (view,)
 
-    async def _begin_chunk(self, prefix: Prefix) -> None:
+    async def _begin_chunk(self, prefix: Prefix, outline: Chunk) -> None:
         if self._arriving is not None:
             raise LimitError("chunks at a time", expected="1", got="another one")
-        self._waiting = True
-        try:
-            buffer = await self._pool.borrow(prefix.body_bytes + prefix.rest)
-        finally:
-            self._waiting = False
-        self._arriving = _Arriving(prefix.channel, buffer)
+        nbytes = prefix.body_bytes + prefix.rest
+        into: Buffer | Placement | None = self._placer(outline)
+        if into is None:
+            self._waiting = True
+            try:
+                into = await self._pool.borrow(nbytes)
+            finally:
+                self._waiting = False
+        self._arriving = _Arriving(prefix.channel, into, nbytes)
 
     def _whole(self, done: Frame | Abandoned) -> Inbound | None:
         """A finished frame, or a chunk that was given up at the other end; other abandoned bodies are nothing."""

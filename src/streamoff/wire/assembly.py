@@ -26,7 +26,7 @@ from streamoff.wire.frames import Frame, Views
 from streamoff.wire.limits import DEFAULT_LIMITS, MIN_PIECE, Limits, check_limit
 from streamoff.wire.shapes import SHAPES, Shape, Values
 
-__all__ = ["Abandoned", "Assembler", "abandon", "fits", "split"]
+__all__ = ["Abandoned", "Assembler", "Pieces", "abandon", "fits", "split"]
 
 _CHANNELS: Final = range(1, 2**32)
 
@@ -66,7 +66,7 @@ def split(
     rest -= room
     head = Prefix(whole.type, whole.header_bytes, channel, room, rest).pack()
     head += encoded.head[PREFIX_BYTES:]
-    pieces = _Pieces(encoded.body)
+    pieces = Pieces(encoded.body)
     yield head, pieces.take(room)
     while rest:
         size = min(rest, max_frame - PREFIX_BYTES)
@@ -79,7 +79,7 @@ def abandon(channel: int) -> bytes:
     return Prefix(ABANDON, 0, channel, 0, 0).pack()
 
 
-class _Pieces:
+class Pieces:
     """Takes views from the front of a body."""
 
     def __init__(self, body: Views) -> None:
