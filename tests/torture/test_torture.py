@@ -10,9 +10,9 @@ from .machines import Machines
 from .shell import Shell
 from .tier import Failure, Tally, Tier, run_seeds
 
-MACHINE_SEEDS = 3000
+MACHINE_SEEDS = 10_000
 MACHINE_BLOCK = 500
-SHELL_SEEDS = 20
+SHELL_SEEDS = 200
 SHELL_BLOCK = 10
 
 
