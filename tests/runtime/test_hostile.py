@@ -16,11 +16,12 @@ from streamoff.errors import (
     IntegrityError,
     LimitError,
     PeerRefusedError,
+    SourceFailedError,
     StreamoffError,
     UnreachableError,
 )
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.link import Link
+from streamoff.runtime.link import Link, Placement
 from streamoff.runtime.publishing import MAX_PULLS
 from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryNetwork
@@ -482,6 +483,42 @@ async def test_what_was_not_asked_for_is_dropped():
         assert attempt.state is not None
         assert bytes(attempt.state.tensor("w").numpy().data) == whole[-9000:]
         assert w.server.statistics().links == 1
+
+
+async def test_memory_is_lent_for_what_was_asked_and_until_it_is_asked_again():
+    """A chunk may be received in the tensors if it was asked for; whoever still receives it at a retry, or at the end, must stop."""
+    whole = payload(6 * MIB)
+    given_up: list[str] = []
+    async with world(sites=0) as w, puppet(w.network) as site:
+
+        def lend(source: Source, start: int, stop: int) -> Placement | None:
+            transfer = w.server.downloads.of(source.stream, Address("site-1"))
+            assert transfer is not None
+            outline: dict[str, Any] = {"stream": source.stream, "digest": bytes(16), "body": ()}
+            return transfer.place(Chunk(**site.route(), **outline, start=start, stop=stop))
+
+        async def act(source: Source) -> None:
+            await source.answer()
+            first = await site.next(Pull)
+            assert lend(source, first.start, first.stop) is None  # there are no tensors yet
+            await source.chunk(first.start, whole[first.start : first.stop])
+            pull = await site.next(Pull)
+            assert lend(source, pull.start, pull.stop - 1) is None
+            placement = lend(source, pull.start, pull.stop)
+            assert placement is not None
+            assert sum(map(len, placement.views)) == pull.stop - pull.start
+            placement.give_up = partial(given_up.append, "retry")
+            await source.answer()  # another attempt, after a silence
+            assert given_up == ["retry"]
+            pull = await site.next(Pull)
+            placement = lend(source, pull.start, pull.stop)
+            assert placement is not None
+            placement.give_up = partial(given_up.append, "end")
+            await source.fail(ErrorCode.SOURCE_FAILED)
+
+        attempt = await attempted(w, site, whole, act)
+        assert isinstance(attempt.error, SourceFailedError)
+        assert given_up == ["retry", "end"]
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

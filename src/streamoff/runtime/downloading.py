@@ -326,9 +326,14 @@ class Transfer:
         views = self._landing.memory(chunk.start, chunk.stop)
         if views is None:
             return None
-        self._placement.give_up()
+        self._take_back()
         self._placement = Placement(views)
         return self._placement
+
+    def _take_back(self) -> None:
+        """Have nothing received into the landing's memory any more."""
+        placement, self._placement = self._placement, Placement(())
+        placement.give_up()
 
     def on_chunk(self, inbound: Inbound) -> None:
         """Bytes came; what was not asked for is dropped."""
@@ -449,7 +454,7 @@ class Transfer:
     def _open(self) -> None:
         """Every attempt is a stream of its own: what an earlier one still brings is not mistaken for this."""
         self._asked.clear()
-        self._placement.give_up()
+        self._take_back()
         self.attempts += 1
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
@@ -739,8 +744,7 @@ class Transfer:
 
     async def _clean_up(self) -> None:
         self._drop_inbox()
-        self._placement.give_up()
-        self._placement = Placement(())
+        self._take_back()
         self._header = None
         if self.record.state is DownloadState.DONE and self.defect is None:
             self._landing = None

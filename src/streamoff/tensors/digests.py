@@ -12,7 +12,7 @@ from typing import Final
 
 import xxhash
 
-from streamoff.tensors.views import Views
+from streamoff.tensors.views import Views, nbytes
 
 __all__ = [
     "DIGEST_BYTES",
@@ -108,4 +108,4 @@ def whole_pages(pieces: PageDigests[int], start: int, stop: int, size: int) -> d
 def page_digests(views: Views, start: int, size: int) -> dict[int, int]:
     """Digest every whole page of a run, in one pass over its bytes; see :func:`whole_pages`."""
     pieces = piece_digests(views, start)
-    return whole_pages(pieces, start, start + sum(map(len, views)), size)
+    return whole_pages(pieces, start, start + nbytes(views), size)

@@ -1,10 +1,10 @@
 """A link over a byte stream: frames on a non-blocking socket, without a copy of a chunk in user space.
 
-The syscall comes first and the wait only when it would block. A body is received where its receiver wants it in
-memory, else into the pool's buffer, and the same call brings the prefix of the next frame along. A chunk is sent from where it lies, piece by piece,
-and control frames overtake it in between, in their own order: so pieces are as large as the line is fast, and a
-large piece tells the other end that it need not wake for a few bytes. A frame that was begun is finished or
-the link is lost; a chunk that was begun may be abandoned between two frames.
+The syscall comes first and the wait only when it would block. A chunk is received where its receiver wants it in
+memory, else into a buffer of the pool, and the same call brings the prefix of the next frame along. A chunk is sent
+from where it lies, piece by piece, and control frames overtake it in between, in their own order: so pieces are as
+large as the line is fast, and a large piece tells the other end that it need not wake for a few bytes. A frame that
+was begun is finished or the link is lost; a chunk that was begun may be abandoned between two frames.
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ class _Departing:
 class StreamLink:
     """A :class:`~streamoff.runtime.link.Link` over a byte stream.
 
-    At most one chunk is received at a time, into one buffer of the pool, whatever the peer does; bodies of
-    messages are kept piece by piece as they come, so a length that is only claimed costs nothing.
+    At most one chunk is received at a time, into one buffer of the pool or the receiver's memory, whatever the
+    peer does; bodies of messages are kept piece by piece as they come, so a length that is only claimed costs nothing.
 
     Args:
         stream: Connected; owned from here on.
