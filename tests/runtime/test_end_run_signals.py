@@ -31,9 +31,11 @@ def say(what):
     print(what, flush=True)
 
 async def consumer(job):
-    while job.state is JobRootState.OPEN:
-        await anyio.sleep(0.001)
     try:
+        if where == "body":  # no signal before: trio may strike a task that has hardly begun
+            say("in the body")
+        while job.state is JobRootState.OPEN:
+            await anyio.sleep(0.001)
         say("draining")
         await anyio.wait_readable(sys.stdin)  # the signal has been sent by then
         say("finished")
@@ -45,7 +47,6 @@ async def body(job):
     (job.path / "landed").write_bytes(bytes(100_000))
     job.start(consumer, job)
     if where == "body":
-        say("in the body")
         await anyio.sleep_forever()
 
 async def controller(endpoint, *, task_status):
