@@ -506,14 +506,15 @@ async def test_memory_is_lent_for_what_was_asked_and_until_it_is_asked_again():
             assert lend(source, pull.start, pull.stop - 1) is None
             placement = lend(source, pull.start, pull.stop)
             assert placement is not None
-            assert sum(map(len, placement.views)) == pull.stop - pull.start
-            placement.give_up = partial(given_up.append, "retry")
+            assert placement.views is not None
+            assert sum(view.nbytes for view in placement.views) == pull.stop - pull.start
+            placement.begin(partial(given_up.append, "retry"))
             await source.answer()  # another attempt, after a silence
             assert given_up == ["retry"]
             pull = await site.next(Pull)
             placement = lend(source, pull.start, pull.stop)
             assert placement is not None
-            placement.give_up = partial(given_up.append, "end")
+            placement.begin(partial(given_up.append, "end"))
             await source.fail(ErrorCode.SOURCE_FAILED)
 
         attempt = await attempted(w, site, whole, act)

@@ -34,6 +34,38 @@ async def test_buffers_are_lent_and_reused():
     assert (pool.lent, pool.used, pool.peak) == (0, 0, 1)
 
 
+async def test_buffers_of_every_size_are_lent_again_and_kept_within_the_pool():
+    """A buffer counts for the next power of two, is lent again for the like, and goes when others need its room."""
+    pool = small()
+    sizes = [65 * KIB, 100 * KIB, 128 * KIB, 129 * KIB, SIZE]
+    assert [buffer.nbytes for buffer in [await _briefly(pool, size) for size in sizes]] == [
+        *[128 * KIB] * 3,
+        *[SIZE] * 2,
+    ]
+    first, second = await pool.borrow(128 * KIB), await pool.borrow(128 * KIB)
+    kept = second.memory
+    first.release()
+    second.release()
+    again = await pool.borrow(100 * KIB)
+    assert again.memory is kept
+    again.release()
+    assert pool.kept > 0
+    many = [await pool.borrow(64 * KIB) for _ in range(8)]
+    assert (pool.used, pool.kept) == (pool.capacity, 0)
+    for buffer in many:
+        buffer.release()
+    whole = [await pool.borrow(), await pool.borrow()]
+    for buffer in whole:
+        buffer.release()
+    assert (pool.used, pool.kept) == (0, pool.capacity)
+
+
+async def _briefly(pool: BufferPool, nbytes: int) -> Buffer:
+    buffer = await pool.borrow(nbytes)
+    buffer.release()
+    return buffer
+
+
 async def test_a_buffer_is_given_back_once_and_not_used_afterwards():
     """A second return, and a view of a returned buffer, are defects that say so."""
     buffer = await small().borrow()

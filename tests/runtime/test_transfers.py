@@ -208,18 +208,18 @@ async def test_a_large_tensor_is_cut_into_chunks():
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
     assert seen.chunks >= 40
     assert seen.largest_chunk == MIB
-    assert seen.largest_frame <= MIB
+    assert seen.largest_frame <= LinkLimits().frame
 
 
 async def test_no_chunk_and_no_frame_exceeds_its_size():
-    """However large the tensors, a chunk carries at most 4 MiB and a frame on the wire at most 1 MiB."""
+    """However large the tensors, a chunk carries at most 4 MiB and a frame on the wire at most 2 MiB."""
     tensors = {f"t{index}": numbers(10 * MIB // 4, index) for index in range(4)}
     seen = Tally()
     async with world(network=CountingNetwork(seen)) as w:
         _, ref = w.offer(tensors)
         assert_same(await w.download(ref), tensors)
     assert seen.largest_chunk == CHUNK_BYTES
-    assert seen.largest_frame <= MIB
+    assert seen.largest_frame <= 2 * MIB == LinkLimits().frame
     assert seen.bytes >= 40 * MIB
 
 

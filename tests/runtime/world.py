@@ -28,6 +28,7 @@ from streamoff.runtime.threads import run_in_thread, wait_from_thread
 from streamoff.scratch.janitor import JANITOR
 from streamoff.tensors.landing import MemoryLanding
 from streamoff.tensors.layout import Layout, plan
+from streamoff.tensors.places import Place
 from streamoff.tensors.sources import Source, StateDictSource
 from streamoff.tensors.state import State
 from streamoff.tensors.views import Views
@@ -194,7 +195,8 @@ class Hooked:
 
     Args:
         landing: Memory by default.
-        hooks: By method: ``open``, ``write``, ``finish``, ``discard``; called before the real one.
+        hooks: By method: ``open``, ``write``, ``finish``, ``discard``; called before the real one. With one for
+            ``write``, every chunk is written, and none landed while it comes.
     """
 
     hands_over = False
@@ -213,9 +215,9 @@ class Hooked:
         opened: RangeSet = self.real.open(layout, names)
         return opened
 
-    def memory(self, start: int, stop: int) -> Views | None:
-        views: Views | None = self.real.memory(start, stop)
-        return views
+    def place(self, start: int, stop: int) -> Place | None:
+        place: Place | None = None if "write" in self._hooks else self.real.place(start, stop)
+        return place
 
     def write(self, start: int, views: Views, digest: bytes) -> None:
         self._call("write", start)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from streamoff.tensors.files import Storage
 from streamoff.tensors.landing import PAYLOAD_NAME, DiskLanding, Landing, MemoryLanding
 from streamoff.tensors.layout import plan
 from streamoff.tensors.lazy import LazyStateDict
+from streamoff.tensors.places import Place
 from streamoff.tensors.sources import FileSource, StateDictSource
-from streamoff.tensors.views import Views, scatter
+from streamoff.tensors.views import Views, clip, scatter
 from streamoff.types import MIB, ByteRange, RangeSet
 
 from ..disks import tmpfs
@@ -53,43 +56,130 @@ def test_a_header_becomes_the_ranges_to_bring(landing: Landing) -> None:
         landing.open(layout)
 
 
-def test_a_chunk_may_come_where_it_belongs(tmp_path: Path) -> None:
-    """Memory offers the tensors' own for what it wants whole, checks what came there, and copies it nowhere."""
-    source, landing = StateDictSource(STATE), MemoryLanding()
+def _take(place: Place, content: bytes, cuts: Iterable[int] = ()) -> None:
+    """Bring a chunk to its place part by part, as a link does: in its memory, or in a buffer."""
+    if place.views is not None:
+        scatter((memoryview(content),), place.views)
+    edges = [0, *cuts, len(content)]
+    for low, high in pairwise(edges):
+        part: Views = (memoryview(bytearray(content[low:high])),)
+        place.came(part if place.views is None else clip(place.views, low, high))
+
+
+@pytest.fixture(params=["file in memory", "memory"])
+def resident(request: pytest.FixtureRequest, tmp_path: Path) -> Landing:
+    """Return a landing of each kind that never waits for a disk."""
+    return MemoryLanding() if request.param == "memory" else DiskLanding(tmp_path, in_ram=True)
+
+
+def test_a_chunk_may_be_landed_while_it_comes(resident: Landing) -> None:
+    """What is landed whole and in memory has a place for a chunk; what is damaged does not count, and may come again."""
+    source = StateDictSource(STATE)
     start, stop = source.layout.data_start, source.layout.size
-    assert landing.memory(start, stop) is None  # not open yet
-    landing.open(source.layout)
-    assert landing.memory(start - 1, stop) is None  # the header has no place
-    assert landing.memory(start, stop + 1) is None
-    assert landing.memory(stop, stop) is None
+    assert resident.place(start, stop) is None  # not open yet
+    resident.open(source.layout)
+    assert resident.place(start - 1, stop) is None  # the header has no place
+    assert resident.place(start, stop + 1) is None
+    assert resident.place(stop, stop) is None
     content = b"".join(serve(source, start, stop))
-    place = landing.memory(start, stop)
-    assert place is not None
-    damaged = bytes([content[0] ^ 1]) + content[1:]
-    scatter((memoryview(damaged),), place)
     digest = chunk_digest((memoryview(content),), start)
-    with pytest.raises(IntegrityError, match="damaged"):
-        landing.write(start, place, digest)
-    again = landing.memory(start, stop)
-    assert again is not None
-    scatter((memoryview(content),), again)
-    landing.write(start, again, digest)
-    state = landing.finish()
-    assert_holds(state, STATE)
-    tensor = state.tensor("flag").view(torch.uint8)
-    again[-1][-1] ^= 1
-    assert tensor[-1] != STATE["flag"].view(torch.uint8)[-1]  # it was its own memory
+    cuts = (1, 7, PAGE - start, 2 * PAGE - start, 2 * PAGE + 3)
+    for damaged in (bytes([content[0] ^ 1]) + content[1:], content[:-1]):
+        place = resident.place(start, stop)
+        assert place is not None
+        if len(damaged) == len(content):
+            _take(place, damaged, cuts)
+        with pytest.raises(IntegrityError, match="damaged"):
+            place.done(digest)
+        with pytest.raises(UsageError, match="bytes are missing"):
+            resident.finish()
+    place = resident.place(start, stop)
+    assert place is not None
+    _take(place, content, cuts)
+    place.done(digest)
+    assert_holds(resident.finish(), STATE)
 
 
-def test_memory_of_a_part_and_files_have_no_place_for_a_chunk(tmp_path: Path) -> None:
-    """Where bytes are moved or dropped on the way, and on disk, a chunk has to come elsewhere."""
+def test_a_place_in_memory_is_the_tensors_own() -> None:
+    """What is received at a place in memory is copied nowhere; tensors that are too many for that are written to."""
+    many = {f"t{number:03}": random_bits("I8", (9,), number) for number in range(300)}
+    for state, own in ((STATE, True), (many, False)):
+        source, landing = StateDictSource(state), MemoryLanding()
+        start, stop = source.layout.data_start, source.layout.size
+        landing.open(source.layout)
+        place = landing.place(start, stop)
+        assert place is not None
+        assert (place.views is not None) is own
+        content = b"".join(serve(source, start, stop))
+        _take(place, content, [100])
+        place.done(chunk_digest((memoryview(content),), start))
+        landed = landing.finish()
+        assert_holds(landed, state)
+        if place.views is not None:
+            tensor = landed.tensor("flag").view(torch.uint8)
+            place.views[-1][-1] ^= 1
+            assert tensor[-1] != STATE["flag"].view(torch.uint8)[-1]
+
+
+def test_what_may_block_or_moves_bytes_has_no_place_for_a_chunk(tmp_path: Path) -> None:
+    """A part of a payload is put together elsewhere, and a file on a disk is written by threads."""
     layout = StateDictSource(STATE).layout
-    part, disk = MemoryLanding(), DiskLanding(tmp_path)
-    landings: tuple[Landing, ...] = (part, disk)
-    part.open(layout, ["flag", "big"])
-    disk.open(layout)
-    assert [one.memory(layout.data_start, layout.size) for one in landings] == [None, None]
-    disk.discard()
+    (tmp_path / "part").mkdir()
+    part, disk = DiskLanding(tmp_path / "part", in_ram=True), DiskLanding(tmp_path)
+    some = MemoryLanding()
+    landings: tuple[Landing, ...] = (part, disk, some)
+    for landing, names in zip(landings, (["flag", "big"], None, ["flag", "big"]), strict=True):
+        landing.open(layout, names)
+    assert [one.place(layout.data_start, layout.size) for one in landings] == [None, None, None]
+
+
+def test_an_abandoned_place_leaves_nothing_behind(resident: Landing) -> None:
+    """A chunk that never comes whole, or comes after the landing was given up, does not count."""
+    source = StateDictSource(STATE)
+    start, stop = source.layout.data_start, source.layout.size
+    resident.open(source.layout)
+    content = b"".join(serve(source, start, stop))
+    short, late = resident.place(start, stop), resident.place(start, stop)
+    assert short is not None
+    assert late is not None
+    _take(short, content[:100])
+    _take(late, content)
+    resident.discard()
+    with pytest.raises(UsageError, match=r"finished or discarded|not open"):
+        late.done(chunk_digest((memoryview(content),), start))
+    with pytest.raises(UsageError):
+        resident.finish()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_values_are_looked_at_while_they_come(tmp_path: Path, damaged: bool) -> None:
+    """A NaN is found wherever a chunk is cut, also inside of it; one that only damage has brought does not count."""
+    bad = torch.zeros(PAGE)
+    bad[PAGE // 2] = float("nan")
+    good = {"a": torch.zeros(PAGE), "b": torch.zeros(PAGE)}
+    source = StateDictSource(good if damaged else {**good, "b": bad})
+    start, stop = source.layout.data_start, source.layout.size
+    content = b"".join(serve(source, start, stop))
+    digest = chunk_digest((memoryview(content),), start)
+    inside = source.layout.spec("b").start + 4 * (PAGE // 2)
+    wrong = content[:inside] + struct.pack("<f", float("nan")) + content[inside + 4 :]
+    landings: tuple[Landing, ...] = (
+        MemoryLanding(check_finite=True),
+        DiskLanding(tmp_path, check_finite=True, in_ram=True),
+    )
+    for landing in landings:
+        landing.open(source.layout)
+        if damaged:
+            place = landing.place(start, stop)
+            assert place is not None
+            _take(place, wrong, [inside])
+            with pytest.raises(IntegrityError):
+                place.done(digest)
+        place = landing.place(start, stop)
+        assert place is not None
+        _take(place, content, [5, 1000, inside, inside + 2])
+        place.done(digest)
+        assert landing.finish().nonfinite == (frozenset() if damaged else {"b"})
 
 
 def test_an_unknown_name_allocates_nothing(landing: Landing, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from streamoff.errors import LimitError, LinkLostError, MalformedFrameError
+from streamoff.errors import LandingError, LimitError, LinkLostError, MalformedFrameError
 from streamoff.runtime.link import Inbound, Placement
 from streamoff.runtime.pool import BufferPool
 from streamoff.tensors.digests import chunk_digest
@@ -32,6 +32,7 @@ from streamoff.wire.frames import (
     Message,
     MessageKind,
     Ping,
+    Views,
 )
 from streamoff.wire.limits import LinkLimits
 
@@ -98,19 +99,36 @@ async def lent(pool: BufferPool, frame: Chunk) -> Ready:
     return Ready(Inbound(copy, buffer.release, buffer), frame.stop - frame.start)
 
 
-def scattered(frame: Chunk) -> Placement:
-    """Memory for the body of a chunk, in four places, one of them empty."""
-    size = frame.stop - frame.start
-    sizes = (size // 3, 0, size // 2, size - size // 3 - size // 2)
-    return Placement(tuple(memoryview(bytearray(one)) for one in sizes))
+class Taker:
+    """A receiver that takes the body of a chunk while it comes.
+
+    Args:
+        frame: The chunk.
+        memory: Whether it is received in memory of the receiver's: in four places, one of them empty.
+        fails: After how many parts the receiver can take no more.
+    """
+
+    def __init__(self, frame: Chunk, *, memory: bool, fails: int = -1) -> None:
+        size = frame.stop - frame.start
+        sizes = (size // 3, 0, size // 2, size - size // 3 - size // 2)
+        self.memory = tuple(memoryview(bytearray(one)) for one in sizes)
+        self.placement = Placement(self._came, self.memory if memory else None)
+        self.parts: list[bytes] = []
+        self._fails = fails
+
+    def _came(self, views: Views) -> None:
+        if len(self.parts) == self._fails:
+            raise LandingError("full")
+        self.parts.append(b"".join(views))
 
 
-def assert_equal(arrived: Frame, sent: Frame) -> None:
-    """Compare two frames with their bodies, however these are cut."""
+def assert_equal(arrived: Frame, sent: Frame, body: Sequence[bytes] | None = None) -> None:
+    """Compare two frames with their bodies, however these are cut, or with what has taken the body."""
     assert type(arrived) is type(sent)
     for name in sent.__dataclass_fields__:
         if name == "body":
-            assert b"".join(arrived.body) == b"".join(sent.body)  # type: ignore[attr-defined]
+            came = arrived.body if body is None else body  # type: ignore[attr-defined]
+            assert b"".join(came) == b"".join(sent.body)  # type: ignore[attr-defined]
         else:
             assert getattr(arrived, name) == getattr(sent, name)
 
@@ -245,14 +263,27 @@ FRAMES = st.one_of(
     cuts=st.lists(st.integers(0, 2**21), max_size=40),
 )
 async def test_any_cut_of_the_bytes_gives_the_same_frames(sent, cuts):
-    """However the bytes of frames are cut on their way, the same frames come out, and then the end."""
-    pool = BufferPool()
+    """However the bytes of frames are cut on their way, the same frames come out, and then the end.
+
+    Every third chunk has no place of its own, every third is received in its receiver's memory, and the rest is
+    copied there.
+    """
+    pool, takers = BufferPool(), dict[int, Taker]()
+
+    def placer(frame: Chunk) -> Placement | None:
+        if frame.stop % 3 == 0:
+            return None
+        taker = Taker(frame, memory=frame.stop % 3 == 1)
+        takers[id(taker.placement)] = taker
+        return taker.placement
+
     data = b"".join(raw(frame, 1 if isinstance(frame, Chunk) else 2) for frame in sent)
     link = StreamLink(_Script(data, cuts), pool)
-    link.place(lambda frame: scattered(frame) if frame.stop % 2 else None)
+    link.place(placer)
     for frame in sent:
         inbound = await link.receive()
-        assert_equal(inbound.frame, frame)
+        taken = None if inbound.placed is None else takers[id(inbound.placed)].parts
+        assert_equal(inbound.frame, frame, taken)
         inbound.release()
     with pytest.raises(LinkLostError):
         await link.receive()
@@ -260,58 +291,130 @@ async def test_any_cut_of_the_bytes_gives_the_same_frames(sent, cuts):
     assert link.received == len(data)
 
 
+@pytest.mark.parametrize("memory", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_chunk_is_received_where_its_receiver_wants_it(kind, consortium: Consortium):
-    """Asked where a chunk is to go, a receiver's own memory is filled, and no buffer of the pool is taken."""
-    pool, sent, placed = BufferPool(), chunk(3 * MIB + 1, start=5), list[Placement]()
+async def test_a_chunk_is_taken_while_it_comes(kind, memory: bool, consortium: Consortium):
+    """Whoever wants a chunk sees it in parts, in its own memory or in one small buffer, and gets it without a body."""
+    pool, sent, takers = BufferPool(), chunk(5 * MIB + 1, start=5), list[Taker]()
 
     def placer(outline: Chunk) -> Placement:
         assert (outline.start, outline.stop, outline.body) == (sent.start, sent.stop, ())
-        placed.append(scattered(outline))
-        return placed[-1]
+        takers.append(Taker(outline, memory=memory))
+        return takers[-1].placement
 
     async with link_pair(kind, consortium, pool=pool) as (near, far):
         far.place(placer)
         async with anyio.create_task_group() as group:
             group.start_soon(send, near, ready(sent))
             inbound = await far.receive()
-        assert_equal(inbound.frame, sent)
+        [taker] = takers
+        assert inbound.placed is taker.placement
         assert isinstance(inbound.frame, Chunk)
-        assert inbound.frame.body is placed[0].views
+        assert inbound.frame.body == ()
+        assert_equal(inbound.frame, sent, taker.parts)
+        assert pool.lent == 0
         inbound.release()
-        placed[0].give_up()  # too late: it is all there
-        assert b"".join(placed[0].views) == sent.body[0]
-    assert len(placed) == 1
-    assert pool.peak == 0
+        taker.placement.give_up()  # too late: it is all there
+        if memory:
+            assert b"".join(taker.memory) == sent.body[0]
+    most = LinkLimits().frame
+    assert [most // 2 < len(part) <= most for part in taker.parts[:-1]] == [True] * 2
+    assert pool.peak == (0 if memory else 1)
 
 
-async def test_memory_that_is_wanted_back_is_written_no_more():
-    """A receiver that takes its memory back in the middle of a chunk gets the chunk without a body, and the link lives."""
+@pytest.mark.parametrize("memory", [True, False])
+async def test_small_frames_are_taken_together(memory: bool):
+    """However small the frames of a chunk are, whoever takes it is called for large parts."""
+    sent = chunk(5 * MIB)
+    encoded = split(encode(sent), 1, 40_000)
+    async with listening() as (link, far):
+        taker = Taker(sent, memory=memory)
+        link.place(lambda _outline: taker.placement)
+        async with anyio.create_task_group() as group:
+            data = b"".join(bytes(part) for head, views in encoded for part in (head, *views))
+            far.setblocking(False)
+            group.start_soon(_feed, far, data)
+            inbound = await link.receive()
+        assert_equal(inbound.frame, sent, taker.parts)
+    assert len(taker.parts) == 3
+
+
+async def test_what_fails_while_a_chunk_is_taken_is_told_with_it():
+    """A receiver that fails is not called again, the link goes on, and the error comes with the chunk."""
+    sent, pool = chunk(5 * MIB), BufferPool()
+    async with link_pair(pool=pool) as (near, far):
+        taker = Taker(sent, memory=False, fails=1)
+        far.place(lambda _outline: taker.placement)
+        async with anyio.create_task_group() as group:
+            group.start_soon(send, near, ready(sent))
+            inbound = await far.receive()
+            group.start_soon(send, near, ping(7))
+            assert (await far.receive()).frame == ping(7)
+        assert inbound.placed is taker.placement
+        assert isinstance(taker.placement.error, LandingError)
+        assert len(taker.parts) == 1
+    assert pool.lent == 0
+
+
+@pytest.mark.parametrize("memory", [True, False])
+async def test_what_is_wanted_back_is_written_no_more(memory: bool):
+    """A receiver that takes its place back in the middle of a chunk gets the chunk without a body, and the link lives."""
     sent, pool = chunk(MIB), BufferPool()
     data = raw(sent) + raw(ping(7))
     async with listening(pool) as (link, far):
-        placement = scattered(sent)
-        link.place(lambda _outline: placement)
-        got: list[Frame] = []
+        taker = Taker(sent, memory=memory)
+        link.place(lambda _outline: taker.placement)
+        got: list[Inbound] = []
 
         async def read() -> None:
             while len(got) < 2:
-                got.append((await link.receive()).frame)
+                got.append(await link.receive())
 
         async with anyio.create_task_group() as group:
             group.start_soon(read)
             far.send(data[:300_000])
-            await settled(lambda: any(placement.views[0]) and link.received == 300_000)
-            placement.give_up()
-            before = b"".join(placement.views)
+            await settled(lambda: any(taker.memory[0]) if memory else pool.lent == 1)
+            await settled(lambda: link.received == 300_000)
+            taker.placement.give_up()
+            before = b"".join(taker.memory)
+            assert pool.lent == 0
             group.start_soon(_feed, far, data[300_000:])
             far.setblocking(False)
         lapsed, after = got
-        assert isinstance(lapsed, Chunk)
-        assert (lapsed.start, lapsed.stop, lapsed.body) == (0, MIB, ())
-        assert after == ping(7)
-        assert b"".join(placement.views) == before
-    assert pool.peak == 0
+        assert isinstance(lapsed.frame, Chunk)
+        assert (lapsed.frame.start, lapsed.frame.stop, lapsed.frame.body) == (0, MIB, ())
+        assert lapsed.placed is None
+        assert after.frame == ping(7)
+        assert b"".join(taker.memory) == before
+        assert taker.parts == []
+
+
+async def test_what_is_wanted_back_before_there_is_a_buffer_is_never_written():
+    """A receiver that takes its place back while the link waits for a buffer is shown nothing, and the link lives."""
+    sent, pool = chunk(MIB), BufferPool(MIB, MIB)
+    held = await pool.borrow()
+
+    async def send_both(link: StreamLink) -> None:
+        await send(link, ready(sent))
+        await send(link, ping(7))
+
+    async with link_pair(pool=pool) as (near, far):
+        taker = Taker(sent, memory=False)
+        far.place(lambda _outline: taker.placement)
+        async with anyio.create_task_group() as group:
+            group.start_soon(send_both, near)
+
+            async def let_go() -> None:
+                await settled(lambda: far.held_up)
+                taker.placement.give_up()
+                held.release()
+
+            group.start_soon(let_go)
+            lapsed = await far.receive()
+            assert (await far.receive()).frame == ping(7)
+    assert isinstance(lapsed.frame, Chunk)
+    assert (lapsed.frame.body, lapsed.placed, taker.parts) == ((), None, [])
+    assert pool.lent == 0
 
 
 # --- order --------------------------------------------------------------------------------------
@@ -501,7 +604,7 @@ async def test_pieces_grow_on_a_line_that_carries_them():
             group.start_soon(write)
             await anyio.to_thread.run_sync(read)
         await link.aclose()
-    assert pieces[0] <= 32 * 1024 < max(pieces) <= MIB
+    assert pieces[0] <= 32 * 1024 < max(pieces) <= LinkLimits().frame
 
 
 def test_a_socket_wakes_its_reader_for_as_much_as_it_was_told():

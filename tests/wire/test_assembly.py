@@ -291,7 +291,7 @@ def test_unfinished_bodies_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("prefix", "limit"),
     [
-        (raw(FrameType.MESSAGE, 100, 0, 1024 * 1024, 0), "frame"),
+        (raw(FrameType.MESSAGE, 100, 0, 2 * MIB, 0), "frame"),
         (raw(FrameType.MESSAGE, 100, 0, 2**32 - 1, 0), "frame"),
         (raw(FrameType.MESSAGE, 5000, 0, 0, 0), "header"),
     ],

@@ -30,7 +30,7 @@ def test_each_limit_has_a_span(kind: Any, value: object) -> None:
 def test_the_promised_defaults() -> None:
     """The documented bounds hold without any configuration."""
     link = DEFAULT_LIMITS.link
-    assert (link.frame, link.message, link.chunk) == (MIB, 16 * MIB, 8 * MIB)
+    assert (link.frame, link.message, link.chunk) == (2 * MIB, 16 * MIB, 8 * MIB)
     assert (DEFAULT_LIMITS.depth, DEFAULT_LIMITS.tensor_header) == (64, 32 * MIB)
     assert (DEFAULT_LIMITS.topic, DEFAULT_LIMITS.reason, DEFAULT_LIMITS.refs) == (256, 1024, 256)
     assert DEFAULT_LIMITS.tensors == 200_000

@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, TypeVarTuple, Unpack
+from typing import Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import xxhash
@@ -44,6 +44,7 @@ from streamoff.runtime.timers import Timer, Timers
 from streamoff.tensors.digests import chunk_digest
 from streamoff.tensors.landing import Landing
 from streamoff.tensors.layout import Layout, parse
+from streamoff.tensors.places import Place
 from streamoff.tensors.state import State
 from streamoff.types import CHUNK_BYTES, Address, Budgets, ByteRange, Capability, RangeSet, Ref
 from streamoff.wire.frames import (
@@ -203,7 +204,7 @@ class Transfer:
         self._layout: Layout | None = None
         self._landing: Landing | None = None
         self._landing_now: ByteRange | None = None
-        self._placement = Placement(())
+        self._arriving: _Arrival | None = None
         self._lack: _Lack | None = None
         self._state: State | None = None
         self._fault: StreamoffError | None = None
@@ -319,21 +320,22 @@ class Transfer:
         return None
 
     def place(self, chunk: Chunk) -> Placement | None:
-        """Where the body of a chunk is received: in the landing's own memory, if it has some and it was asked for."""
+        """What takes the body of a chunk while it comes: the landing, if it can and the chunk was asked for."""
         asked = self.record.state in _LANDING and self._asked.get(chunk.start) == chunk.stop
         if not asked or self._layout is None or self._landing is None:
             return None
-        views = self._landing.memory(chunk.start, chunk.stop)
-        if views is None:
+        place = self._landing.place(chunk.start, chunk.stop)
+        if place is None:
             return None
         self._take_back()
-        self._placement = Placement(views)
-        return self._placement
+        self._arriving = _Arrival(place, Placement(place.came, place.views))
+        return self._arriving.placement
 
     def _take_back(self) -> None:
-        """Have nothing received into the landing's memory any more."""
-        placement, self._placement = self._placement, Placement(())
-        placement.give_up()
+        """Have nothing received for the landing any more."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.placement.give_up()
 
     def on_chunk(self, inbound: Inbound) -> None:
         """Bytes came; what was not asked for is dropped."""
@@ -342,13 +344,34 @@ class Transfer:
         if self.record.state not in _LANDING or self._asked.get(chunk.start) != chunk.stop:
             inbound.release()
             return
+        arrival = self._arriving
         del self._asked[chunk.start]
-        if not chunk.body:
+        if arrival is not None and arrival.placement is inbound.placed:
+            self._arriving = None
+            self._adapt()
+            self._count(chunk, arrival)
+        elif not chunk.body:
             self._ask_for_less(inbound)
-            return
-        self._adapt()
-        self._inbox.append(inbound)
-        self._wake.notify()
+        else:
+            self._adapt()
+            self._inbox.append(inbound)
+            self._wake.notify()
+
+    def _count(self, chunk: Chunk, arrival: _Arrival) -> None:
+        """A chunk that was landed while it came is whole."""
+        event: m.DownloadEvent | None
+        error = arrival.placement.error
+        if error is None:
+            try:
+                arrival.place.done(chunk.digest)
+            except Exception as raised:  # noqa: BLE001 - whatever a landing raises ends its own transfer
+                error = raised
+        if error is None:
+            event = m.classify_landed(self.record, self._now(), ByteRange(chunk.start, chunk.stop))
+        else:
+            event = self._cannot_land(error)
+        if event is not None:
+            self._take(event)
 
     def _ask_for_less(self, inbound: Inbound) -> None:
         """The chunk took so long that its memory went to others: smaller ones are quicker."""
@@ -787,6 +810,13 @@ class Transfer:
 
     def _located(self, error: StreamoffError) -> StreamoffError:
         return error.located(site=self.ref.source, ref=self.ref.id, job=self.job)
+
+
+class _Arrival(NamedTuple):
+    """The chunk that is being landed while it comes."""
+
+    place: Place
+    placement: Placement
 
 
 @dataclass(slots=True)

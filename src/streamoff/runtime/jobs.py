@@ -323,6 +323,7 @@ class Job:
             storage=self.storage,
             hop=partial(_hop, self.endpoint.resources.reading),
             taken=charge.taken,
+            in_ram=self._root.filesystem.ram_backed,
         )
 
     def new_writer(self, layout: Layout, what: str, *, name: str = PAYLOAD_NAME) -> FileWriter:

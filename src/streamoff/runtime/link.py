@@ -61,39 +61,68 @@ def _nothing() -> None:
     """Release a body that was handed over by reference."""
 
 
+class Placement:
+    """A receiver's way to take the body of a chunk while it comes.
+
+    Args:
+        came: Called with the next bytes once they are here.
+        views: Memory of the receiver's that they are received in, writable, as long as the body; None: they come
+            in a buffer, and are of no use after ``came``.
+    """
+
+    __slots__ = ("_came", "_over", "_stop", "error", "views")
+
+    def __init__(self, came: Callable[[Views], object], views: Views | None = None) -> None:
+        self.views: Final = views
+        self.error: Exception | None = None
+        """Why ``came`` failed; it is not called again."""
+        self._came: Final = came
+        self._stop: Callable[[], None] = _nothing
+        self._over = False
+
+    def begin(self, stop: Callable[[], None]) -> None:
+        """The link is about to receive; ``stop`` makes it throw the rest away, and is called at once if it is late."""
+        self._stop = stop
+        if self._over:
+            stop()
+
+    def take(self, views: Views) -> None:
+        """Pass bytes on. What fails is the receiver's, and no fault of the link."""
+        if self.error is None:
+            try:
+                self._came(views)
+            except Exception as error:  # noqa: BLE001 - told when the chunk is whole
+                self.error = error
+
+    def give_up(self) -> None:
+        """Have nothing written to ``views``, or passed on, any more. Idempotent."""
+        self._over = True
+        self._stop()
+
+
 @dataclass(frozen=True, slots=True)
 class Inbound:
     """A frame and the way to give back its memory.
 
     The body of a chunk is on loan: call ``release`` exactly once. Every other frame owns its body. A chunk
-    that had to be given up on the way comes without its body: whoever wants it asks again.
+    that had to be given up on the way comes without its body: whoever wants it asks again. So does a chunk whose
+    body a placement has taken.
 
     Args:
         frame: What came, or goes.
         release: Gives the memory back.
         lent: The pool's buffer behind it, if that is what it is.
+        placed: What has taken the body.
     """
 
     frame: Frame
     release: Callable[[], None] = _nothing
     lent: Buffer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Placement:
-    """Memory of a receiver's that the body of a chunk is received into, so that it is not copied there.
-
-    Args:
-        views: Writable, as long as the body.
-        give_up: Set by the link that receives: from then on it writes no more there, and throws the rest away.
-    """
-
-    views: Views
-    give_up: Callable[[], None] = _nothing
+    placed: Placement | None = None
 
 
 Placer = Callable[[Chunk], Placement | None]
-"""Where the body of a chunk, of which only the header is here, is to go; None: into a buffer of the pool."""
+"""What takes the body of a chunk of which only the header is here; None: it is received into a buffer of the pool."""
 
 
 class Deferred(Protocol):
@@ -148,7 +177,7 @@ class Link(Protocol):
         ...
 
     def place(self, placer: Placer) -> None:
-        """Ask for every chunk where it is to go, if bodies can be received into memory of others."""
+        """Ask of every chunk who takes it, if bodies can be taken while they come."""
         ...
 
     def ready(self, item: Deferred) -> bool:

@@ -1,6 +1,6 @@
 """The buffers of one event loop: lent when bytes arrive, returned when they have landed.
 
-A buffer costs the pool what it holds: many slow peers with small chunks fit beside each other. When the pool
+A buffer costs the pool about what it holds: many slow peers with small chunks fit beside each other. When the pool
 is empty, a buffer that waits for a peer (for the rest of a chunk, or for a reader that takes it) is taken
 back from whoever makes too little of it, so that a stalled peer costs the others nothing but a moment; the
 chunk is asked for again.
@@ -77,7 +77,7 @@ class _Waiter:
 
 
 class BufferPool:
-    """At most ``capacity`` bytes of buffers; those of the usual size are made when first needed and reused.
+    """At most ``capacity`` bytes of buffers, made when first needed and reused.
 
     Waiters are served in order. Not thread-safe: it belongs to one event loop.
 
@@ -92,7 +92,7 @@ class BufferPool:
         self.capacity = max(capacity, size)
         self.peak = 0
         self._used = 0
-        self._free: list[bytearray] = []
+        self._free: dict[int, list[bytearray]] = {}
         self._lent: dict[Buffer, None] = {}
         self._waiting: deque[_Waiter] = deque()
 
@@ -105,6 +105,11 @@ class BufferPool:
     def used(self) -> int:
         """Bytes on loan, as they count."""
         return self._used
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are not on loan, and kept to be lent again; with :attr:`used` at most the capacity."""
+        return sum(size * len(free) for size, free in self._free.items())
 
     async def borrow(self, nbytes: int | None = None) -> Buffer:
         """Wait for a buffer; its content is arbitrary. A cancelled wait takes nothing.
@@ -128,15 +133,18 @@ class BufferPool:
         return buffer
 
     def _cost(self, nbytes: int) -> int:
-        if self.size // 2 < nbytes <= self.size:
-            return self.size
-        return max(nbytes, min(SMALL_BYTES, self.size))
+        """The next power of two, so that a buffer fits again; what is larger than usual, is as large as it is."""
+        if nbytes > self.size:
+            return nbytes
+        return min(max(1 << (nbytes - 1).bit_length(), SMALL_BYTES), self.size)
 
     def _memory(self, cost: int) -> bytearray:
-        if cost == self.size and self._free:
-            return self._free.pop()
-        while self._free and self._used + len(self._free) * self.size > self.capacity:
-            self._free.pop()
+        """Memory that was used before, the latest first: it is in the cache. Else new memory, for which old goes."""
+        free = self._free.get(cost)
+        if free:
+            return free.pop()
+        while self._used + self.kept > self.capacity:
+            next(free for free in self._free.values() if free).pop()
         return bytearray(cost)
 
     async def _wait(self, waiter: _Waiter) -> None:
@@ -174,8 +182,8 @@ class BufferPool:
     def _take_back(self, buffer: Buffer, memory: bytearray) -> None:
         del self._lent[buffer]
         self._used -= buffer.nbytes
-        if buffer.nbytes == self.size:
-            self._free.append(memory)
+        if buffer.nbytes <= self.size:
+            self._free.setdefault(buffer.nbytes, []).append(memory)
         self._grant()
 
     def _grant(self) -> None:

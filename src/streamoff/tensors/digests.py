@@ -18,6 +18,7 @@ __all__ = [
     "DIGEST_BYTES",
     "PAGE",
     "PageDigests",
+    "PieceDigester",
     "chunk_digest",
     "combined",
     "page_count",
@@ -59,32 +60,54 @@ def page_count(size: int) -> int:
     return -(-size // PAGE)
 
 
+class PieceDigester:
+    """Digests a run of bytes piece by piece, as they come; a piece ends where a page ends.
+
+    Args:
+        start: Payload offset of the first byte.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._found: PageDigests[int] = array("Q")
+        self._piece: Final = xxhash.xxh3_64()
+        self._at = start
+        self._begun = False
+
+    def update(self, views: Views) -> None:
+        """Digest the next bytes, in one pass."""
+        for view in views:
+            rest = view
+            while rest:
+                part = rest[: PAGE - self._at % PAGE]
+                rest = rest[len(part) :]
+                self._piece.update(part)
+                self._at += len(part)
+                self._begun = self._at % PAGE != 0
+                if not self._begun:
+                    self._close()
+
+    def finish(self) -> PageDigests[int]:
+        """Return the XXH3-64 of each piece, in order: all but the first and the last are whole pages."""
+        if self._begun:
+            self._begun = False
+            self._close()
+        return self._found
+
+    def _close(self) -> None:
+        self._found.append(self._piece.intdigest())
+        self._piece.reset()
+
+
 def piece_digests(views: Views, start: int) -> PageDigests[int]:
-    """Digest a run of bytes piece by piece, in one pass; a piece ends where a page ends.
+    """Digest a run of bytes piece by piece, in one pass; see :class:`PieceDigester`.
 
     Args:
         views: The bytes, from payload offset ``start`` on.
         start: Payload offset.
-
-    Returns:
-        The XXH3-64 of each piece, in order. All but the first and the last piece are whole pages.
     """
-    found: PageDigests[int] = array("Q")
-    piece, at, begun = xxhash.xxh3_64(), start, False
-    for view in views:
-        rest = view
-        while rest:
-            part = rest[: PAGE - at % PAGE]
-            rest = rest[len(part) :]
-            piece.update(part)
-            at += len(part)
-            begun = at % PAGE != 0
-            if not begun:
-                found.append(piece.intdigest())
-                piece.reset()
-    if begun:
-        found.append(piece.intdigest())
-    return found
+    digester = PieceDigester(start)
+    digester.update(views)
+    return digester.finish()
 
 
 def whole_pages(pieces: PageDigests[int], start: int, stop: int, size: int) -> dict[int, int]:

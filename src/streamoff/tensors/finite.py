@@ -32,11 +32,12 @@ class FiniteCheck:
 
     Args:
         layout: Of the data section that the bytes belong to.
+        starts: Where its tensors begin, if that is known.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, starts: list[int] | None = None) -> None:
         self._layout: Final = layout
-        self._starts: Final = [spec.start for spec in layout.specs]
+        self._starts: Final = starts or [spec.start for spec in layout.specs]
         self._bad: Final[set[str]] = set()
         self._split: Final[set[tuple[int, int]]] = set()
 
@@ -47,6 +48,15 @@ class FiniteCheck:
             for low, high, specs in self._groups(at, at + len(view)):
                 self._look(view[low - at : high - at], low, specs)
             at += len(view)
+
+    def apart(self) -> FiniteCheck:
+        """A check of bytes that may yet turn out to be damaged; see :meth:`adopt`."""
+        return FiniteCheck(self._layout, self._starts)
+
+    def adopt(self, other: FiniteCheck) -> None:
+        """Count what another one, made by :meth:`apart`, has found."""
+        self._bad.update(other._bad)
+        self._split.update(other._split)
 
     def finish(self, read_back: ReadBack) -> frozenset[str]:
         """Look at the elements that cuts had split and return every bad name."""

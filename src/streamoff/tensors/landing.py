@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from streamoff.errors import IntegrityError, UsageError
-from streamoff.tensors.digests import chunk_digest, combined, piece_digests, whole_pages
+from streamoff.tensors.digests import combined, piece_digests, whole_pages
 from streamoff.tensors.files import DEFAULT_STORAGE, Dispose, Guard, Storage
 from streamoff.tensors.finite import FiniteCheck
 from streamoff.tensors.layout import Layout, subset
 from streamoff.tensors.lazy import Hop, LazyStateDict
+from streamoff.tensors.places import Place, verify
 from streamoff.tensors.state import MemoryState, State
 from streamoff.tensors.views import Views, clip, nbytes
 from streamoff.tensors.writer import FileWriter, MemoryWriter
@@ -51,11 +52,11 @@ class Landing(Protocol):
         """
         ...
 
-    def memory(self, start: int, stop: int) -> Views | None:
-        """Where a chunk belongs in memory, so that it can be received there before :meth:`write`; never blocks.
+    def place(self, start: int, stop: int) -> Place | None:
+        """A place to land a chunk while it comes, instead of :meth:`write`; neither this nor that ever blocks.
 
         Returns:
-            Writable, ``stop - start`` bytes; None: this landing, or this range, has no such place.
+            None: this landing may block, or moves the bytes of this range, or has no such range.
         """
         ...
 
@@ -64,8 +65,7 @@ class Landing(Protocol):
 
         Args:
             start: Payload offset of its first byte.
-            views: Its bytes; bytes that are not wanted are dropped after the check. What :meth:`memory` has
-                returned for this start is where it belongs already.
+            views: Its bytes; bytes that are not wanted are dropped after the check.
             digest: :func:`~streamoff.tensors.digests.chunk_digest` of all of them.
 
         Raises:
@@ -89,7 +89,7 @@ class Landing(Protocol):
         ...
 
 
-class _Placement:
+class _Moves:
     """Where the bytes of a served payload go in the payload that is landed."""
 
     def __init__(self, served: Layout, landed: Layout, names: frozenset[str] | None) -> None:
@@ -143,44 +143,66 @@ def _moves(served: Layout, landed: Layout, names: frozenset[str]) -> list[tuple[
     return found
 
 
-class _Landing:
+W = TypeVar("W", FileWriter, MemoryWriter)
+
+
+class _Landing(Generic[W]):
     """What disk and memory have in common: acceptance of a header, digests, finiteness."""
 
-    def __init__(self, *, check_finite: bool) -> None:
+    def __init__(self, *, check_finite: bool, in_ram: bool) -> None:
         self._check_finite: Final = check_finite
+        self._in_ram: Final = in_ram
         self._finite: FiniteCheck | None = None
-        self._placement: _Placement | None = None
+        self._moves: _Moves | None = None
+        self._writer: W | None = None
 
     def _accept(self, layout: Layout, names: Iterable[str] | None) -> tuple[Layout, RangeSet]:
-        if self._placement is not None:
+        if self._moves is not None:
             raise UsageError("the landing was opened before")
         wanted = None if names is None else frozenset(names)
         ranges = layout.ranges(wanted)
         landed = layout if wanted is None else subset(layout, wanted)
-        self._placement = _Placement(layout, landed, wanted)
+        self._moves = _Moves(layout, landed, wanted)
         self._finite = FiniteCheck(landed) if self._check_finite else None
         return landed, ranges
 
-    def _checked(self, start: int, views: Views, given: bytes, actual: bytes) -> _Placement:
-        placement = self._placement
-        if placement is None:
+    def place(self, start: int, stop: int) -> Place | None:
+        """A place for what is landed in memory, and whole; see :class:`Landing`."""
+        writer, moves = self._writer, self._moves
+        if not self._in_ram or writer is None or moves is None or not moves.whole:
+            return None
+        if not writer.layout.data_start <= start < stop <= writer.layout.size:
+            return None
+        return Place(writer, start, stop, self._finite)
+
+    def write(self, start: int, views: Views, digest: bytes) -> None:
+        """Check a chunk and write it where it belongs; see :class:`Landing`.
+
+        The digests that verify it are its pages', too, unless a part of the payload is landed.
+        """
+        writer = self._opened()
+        pieces = piece_digests(views, start)
+        moves = self._checked(start, views, digest, combined(pieces))
+        pages = None
+        if moves.whole:
+            pages = whole_pages(pieces, start, start + nbytes(views), writer.layout.size)
+        for offset, run in moves.runs(start, views):
+            self._look(writer.layout, offset, run)
+            writer.put(offset, run, pages)
+
+    def _checked(self, start: int, views: Views, given: bytes, actual: bytes) -> _Moves:
+        moves = self._moves
+        if moves is None:
             raise UsageError("the landing is not open")
         stop = start + nbytes(views)
-        if given != actual:
-            raise IntegrityError(
-                "chunk damaged on the way",
-                expected=given.hex(),
-                got=actual.hex(),
-                start=start,
-                stop=stop,
-            )
-        served = placement.served
+        verify(start, stop, given=given, actual=actual)
+        served = moves.served
         if not 0 <= start <= stop <= served.size:
             raise UsageError("chunk outside the payload", expected=served.size, got=(start, stop))
         header = b"".join(clip(views, 0, max(served.data_start - start, 0)))
         if header != served.header[start : start + len(header)]:
             raise IntegrityError("chunk does not repeat the accepted header", start=start)
-        return placement
+        return moves
 
     def _look(self, landed: Layout, offset: int, views: Views) -> None:
         if self._finite is not None:
@@ -190,8 +212,19 @@ class _Landing:
                 clip(views, skip, nbytes(views)) if skip else views,
             )
 
+    def _nonfinite(self, writer: W) -> frozenset[str]:
+        if self._finite is None:
+            return frozenset()
+        base = writer.layout.data_start
+        return self._finite.finish(lambda start, out: writer.read_back(base + start, out))
 
-class DiskLanding(_Landing):
+    def _opened(self) -> W:
+        if self._writer is None:
+            raise UsageError("the landing is not open")
+        return self._writer
+
+
+class DiskLanding(_Landing[FileWriter]):
     """Lands a payload as one safetensors file, ``payload.safetensors``, in a directory of its own.
 
     Args:
@@ -203,6 +236,7 @@ class DiskLanding(_Landing):
         storage: How the file is kept.
         hop: How the result's ``load`` leaves the event loop.
         taken: See :class:`~streamoff.tensors.writer.FileWriter`.
+        in_ram: Whether the directory is memory (tmpfs): a write to the file then never waits for a disk.
     """
 
     def __init__(
@@ -215,15 +249,15 @@ class DiskLanding(_Landing):
         storage: Storage = DEFAULT_STORAGE,
         hop: Hop | None = None,
         taken: Callable[[], object] | None = None,
+        in_ram: bool = False,
     ) -> None:
-        super().__init__(check_finite=check_finite)
+        super().__init__(check_finite=check_finite, in_ram=in_ram)
         self._path: Final = directory / PAYLOAD_NAME
         self._guard: Final = guard
         self._dispose: Final = dispose
         self._storage: Final = storage
         self._hop: Final = hop
         self._taken: Final = taken
-        self._writer: FileWriter | None = None
         self._discarded = False
 
     def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
@@ -241,35 +275,10 @@ class DiskLanding(_Landing):
         )
         return ranges
 
-    def memory(self, start: int, stop: int) -> None:  # noqa: ARG002 - the protocol's
-        """None: a file has no memory of its own; see :class:`Landing`."""
-        return
-
-    def write(self, start: int, views: Views, digest: bytes) -> None:
-        """Check a chunk and write it at its place; see :class:`Landing`.
-
-        The digests that verify it are its pages', too, unless a part of the payload is landed.
-        """
-        writer = self._opened()
-        pieces = piece_digests(views, start)
-        placement = self._checked(start, views, digest, combined(pieces))
-        pages = None
-        if placement.whole:
-            pages = whole_pages(pieces, start, start + nbytes(views), writer.layout.size)
-        for offset, run in placement.runs(start, views):
-            self._look(writer.layout, offset, run)
-            writer.put(offset, run, pages)
-
     def finish(self) -> LazyStateDict:
         """Rename the file into place; see :class:`Landing`."""
         writer = self._opened()
-        base = writer.layout.data_start
-        nonfinite = (
-            self._finite.finish(lambda start, out: writer.read_back(base + start, out))
-            if self._finite is not None
-            else frozenset()
-        )
-        return writer.finish(nonfinite)
+        return writer.finish(self._nonfinite(writer))
 
     def land_whole(
         self, layout: Layout, chunks: Iterable[Chunk], names: Iterable[str] | None = None
@@ -301,13 +310,8 @@ class DiskLanding(_Landing):
             self._dispose(self._path.parent)
         self._discarded = True
 
-    def _opened(self) -> FileWriter:
-        if self._writer is None:
-            raise UsageError("the landing is not open", path=self._path)
-        return self._writer
 
-
-class MemoryLanding(_Landing):
+class MemoryLanding(_Landing[MemoryWriter]):
     """Lands a payload in tensors that are allocated once and received into.
 
     Args:
@@ -315,9 +319,7 @@ class MemoryLanding(_Landing):
     """
 
     def __init__(self, *, check_finite: bool = False) -> None:
-        super().__init__(check_finite=check_finite)
-        self._writer: MemoryWriter | None = None
-        self._in_place: dict[int, Views] = {}
+        super().__init__(check_finite=check_finite, in_ram=True)
 
     def open(self, layout: Layout, names: Iterable[str] | None = None) -> RangeSet:
         """Allocate the tensors; see :class:`Landing`."""
@@ -325,37 +327,10 @@ class MemoryLanding(_Landing):
         self._writer = MemoryWriter(landed)
         return ranges
 
-    def memory(self, start: int, stop: int) -> Views | None:
-        """The tensors' memory, if the payload is landed whole and the tensors of the range are few; see :class:`Landing`."""
-        writer, placement = self._writer, self._placement
-        if writer is None or placement is None or not placement.whole:
-            return None
-        if not writer.layout.data_start <= start < stop <= writer.layout.size:
-            return None
-        views = writer.views(start, stop)
-        if views is not None:
-            self._in_place[start] = views
-        return views
-
-    def write(self, start: int, views: Views, digest: bytes) -> None:
-        """Check a chunk and copy it into the tensors, unless it is there; see :class:`Landing`."""
-        writer = self._opened()
-        there = self._in_place.pop(start, None) is views
-        placement = self._checked(start, views, digest, chunk_digest(views, start))
-        for offset, run in placement.runs(start, views):
-            self._look(writer.layout, offset, run)
-            writer.put(offset, run, there=there)
-
     def finish(self) -> MemoryState:
         """Return the tensors; see :class:`Landing`."""
         writer = self._opened()
-        base = writer.layout.data_start
-        nonfinite = (
-            self._finite.finish(lambda start, out: writer.read_back(base + start, out))
-            if self._finite is not None
-            else frozenset()
-        )
-        return writer.finish(nonfinite)
+        return writer.finish(self._nonfinite(writer))
 
     @property
     def hands_over(self) -> bool:
@@ -364,9 +339,6 @@ class MemoryLanding(_Landing):
 
     def discard(self) -> None:
         """Drop the tensors; see :class:`Landing`."""
+        if self._writer is not None:
+            self._writer.discard()
         self._writer = None
-
-    def _opened(self) -> MemoryWriter:
-        if self._writer is None:
-            raise UsageError("the landing is not open")
-        return self._writer

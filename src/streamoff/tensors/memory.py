@@ -7,8 +7,12 @@ copied element range by element range, straight into the caller's buffer.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -27,8 +31,21 @@ from streamoff.tensors.layout import (
 from streamoff.tensors.views import Views, as_bytes, clip, nbytes, scatter
 from streamoff.types import TensorSpec
 
-__all__ = ["TensorBytes", "allocate", "borrow", "byte_view", "empty", "plain", "read_bytes"]
+__all__ = [
+    "TensorBytes",
+    "allocate",
+    "borrow",
+    "byte_view",
+    "empty",
+    "plain",
+    "prefault",
+    "read_bytes",
+]
 
+_POPULATE_WRITE: Final = 23
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_PREFAULT_BYTES: Final = 256 * 1024
+"""Less is not worth a system call."""
 _MAX_VIEWS: Final = 256
 """More pieces than this and one copy into a buffer is cheaper than handing the pieces on."""
 
@@ -313,6 +330,29 @@ def borrow(
         entries.append((name, dtype, tuple(tensor.shape)))
     free = check_metadata(metadata or {})
     return TensorBytes(plan(entries, with_aliases(free, aliases), limits), kept)
+
+
+def prefault(views: Views) -> None:
+    """Have the kernel find pages for memory that is about to be filled: all at once is quicker than one by one.
+
+    Without effect where the system has no such call (Linux before 5.14, macOS).
+    """
+    call = _madvise()
+    if call is None:
+        return
+    for view in views:
+        if len(view) >= _PREFAULT_BYTES:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+            call(start, (address + len(view)) // _PAGE_BYTES * _PAGE_BYTES - start, _POPULATE_WRITE)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    call = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call if sys.platform == "linux" else None
 
 
 def allocate(layout: Layout) -> dict[str, torch.Tensor]:

@@ -149,20 +149,41 @@ class FileWriter:
             NoSpaceError: No room.
             LandingError: The system refused, or the file is no longer the one that was made.
         """
+        if pages is None:
+            pages = page_digests(views, offset, self._layout.size)
+        self.lay(offset, views)
+        self.count(ByteRange(offset, offset + nbytes(views)), pages)
+
+    def views(self, start: int, stop: int) -> None:  # noqa: ARG002 - as MemoryWriter's
+        """None: a file has no memory of its own."""
+        return
+
+    def lay(self, offset: int, views: Views) -> None:
+        """Write a run of bytes that do not count yet; errors as those of :meth:`put`."""
         item = ByteRange(offset, offset + nbytes(views))
         if item.stop > self._layout.size:
             raise UsageError("write outside the file", expected=self._layout.size, got=item.stop)
-        if pages is None:
-            pages = page_digests(views, offset, self._layout.size)
         self._check_open()
         with translated(self._part, "write", item.nbytes), opened(self._part, os.O_RDWR) as fd:
             self._check_same(fd)
             write_all(fd, views, offset)
-            shared = self._record(item, pages)
-            for page in shared:
-                self._pages[page] = self._read_page(fd, page)
             if self._cache is not None:
                 self._cache.written(fd, item)
+
+    def count(self, item: ByteRange, pages: Mapping[int, int]) -> None:
+        """Count a range that was laid; errors as those of :meth:`put`.
+
+        Args:
+            item: Where it is in the file.
+            pages: The digests of the pages that it covers whole.
+        """
+        self._check_open()
+        shared = self._record(item, pages)
+        if shared:
+            with translated(self._part, "read"), opened(self._part, os.O_RDONLY) as fd:
+                self._check_same(fd)
+                for page in shared:
+                    self._pages[page] = self._read_page(fd, page)
 
     def read_back(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the unfinished file.
@@ -320,13 +341,18 @@ class MemoryWriter:
     """
 
     def __init__(self, layout: Layout) -> None:
-        from streamoff.tensors.memory import TensorBytes, allocate  # noqa: PLC0415 -- imports torch
+        from streamoff.tensors.memory import (  # noqa: PLC0415 -- imports torch
+            TensorBytes,
+            allocate,
+            prefault,
+        )
 
         try:
             self._tensors: dict[str, torch.Tensor] = allocate(layout)
         except MemoryError as error:
             raise LandingError("no memory for the tensors", needed=layout.data_nbytes) from error
         self._bytes: Final = TensorBytes(layout, self._tensors)
+        self._prefault: Final = prefault
         self._layout: Final = layout
         self._lock: Final = threading.Lock()
         self._written = RangeSet()
@@ -342,29 +368,40 @@ class MemoryWriter:
         self.put(self._layout.data_start + start, (as_bytes(buffer),))
 
     def views(self, start: int, stop: int) -> Views | None:
-        """The tensors' own memory for a range of the payload; None where they are too many.
+        """The tensors' own memory for a range that is about to be filled; None where they are too many.
 
         Raises:
             UsageError: Outside the payload.
         """
-        return self._bytes.views(start, stop)
+        views = self._bytes.views(start, stop)
+        if views is not None:
+            self._prefault(views)
+        return views
 
-    def put(self, offset: int, views: Views, *, there: bool = False) -> None:
+    def put(self, offset: int, views: Views, pages: Mapping[int, int] | None = None) -> None:
         """Put a run of bytes at an offset of the payload; header bytes are passed over.
 
         Args:
             offset: Offset in the payload.
             views: The bytes.
-            there: They are what :meth:`views` has returned, and need no copying.
+            pages: Of no use here.
 
         Raises:
             UsageError: Outside the payload, or the writer is finished or discarded.
         """
+        self.lay(offset, views)
+        self.count(ByteRange(offset, offset + nbytes(views)), pages or {})
+
+    def lay(self, offset: int, views: Views) -> None:
+        """Copy bytes that do not count yet; errors as those of :meth:`put`."""
         self._check_open()
-        if not there:
-            self._bytes.write(offset, views)
+        self._bytes.write(offset, views)
+
+    def count(self, item: ByteRange, pages: Mapping[int, int]) -> None:  # noqa: ARG002 - as FileWriter's
+        """Count a range that is there; errors as those of :meth:`put`."""
+        self._check_open()
         with self._lock:
-            self._written = self._written.add(ByteRange(offset, offset + nbytes(views)))
+            self._written = self._written.add(item)
 
     def read_back(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes that were written."""

@@ -31,7 +31,7 @@ from streamoff.wire.limits import DEFAULT_LIMITS, Limits, LinkLimits
 
 __all__ = ["StreamLink"]
 
-YIELD_BYTES: Final = MIB
+YIELD_BYTES: Final = 2 * MIB
 """Bytes after which a busy reader or writer lets others run."""
 HEAD_COST: Final = 8 * 1024
 """What a prefix or a header counts for, in bytes: frames cost time, too."""
@@ -42,6 +42,8 @@ BULK_AHEAD: Final = 512
 """Bytes read beyond a body: the head of the next frame, never the body behind it."""
 SLOW_PIECE: Final = 32 * 1024
 """Bytes of a frame of a chunk, and what the kernel may hold unsent, until a line has shown that it is fast."""
+PAGE_BYTES: Final = 4096
+"""What the size of a frame is a multiple of, so that cuts split no element of a tensor."""
 PIECE_SECONDS: Final = 0.02
 """What a frame of a chunk may take at the speed of the chunk before."""
 FAST_PIECE: Final = 512 * 1024
@@ -148,8 +150,8 @@ class _Intake:
                 await self._rest()
 
 
-def _anywhere(_chunk: Chunk) -> None:
-    """Nobody cares where a chunk is received."""
+def _nobody(_chunk: Chunk) -> None:
+    """Nobody takes a chunk while it comes."""
 
 
 @functools.cache
@@ -159,44 +161,86 @@ def _blank(nbytes: int) -> memoryview:
 
 
 class _Arriving:
-    """The chunk that is being received: into a buffer of the pool, or where the receiver wants it.
+    """The chunk that is being received: whole into a buffer of the pool, or for a placement, part by part.
 
     Args:
         channel: Of its frames.
-        into: A buffer on loan, or memory of the receiver's.
         nbytes: Of its body.
+        buffer: On loan; None: the placement has memory of its own.
+        placement: What takes the body; None: nothing does.
+        part: Bytes that it takes at a time, if pieces are not larger.
     """
 
-    __slots__ = ("_body", "_into", "_pieces", "_used", "_waste", "channel", "filling")
+    __slots__ = (
+        "_buffer",
+        "_memory",
+        "_nbytes",
+        "_part",
+        "_pieces",
+        "_placement",
+        "_received",
+        "_untaken",
+        "_waste",
+        "channel",
+        "filling",
+    )
 
-    def __init__(self, channel: int, into: Buffer | Placement, nbytes: int) -> None:
+    def __init__(
+        self,
+        channel: int,
+        nbytes: int,
+        buffer: Buffer | None,
+        placement: Placement | None,
+        part: int,
+    ) -> None:
         self.channel = channel
         self.filling = _Filling(())
-        self._into: Buffer | Placement | None = into
-        self._used = 0
+        self._nbytes = nbytes
+        self._buffer = buffer
+        self._placement = placement
+        self._part = part
+        self._received = 0
+        self._untaken: list[memoryview] = []
         self._waste = memoryview(b"")
-        if isinstance(into, Buffer):
-            self._body: Views = (into.view(nbytes),)
-            into.tenure = Tenure(lambda: self._used + self.filling.have, self.give_up)
-        else:
-            self._body = into.views
-            into.give_up = self.give_up
-        self._pieces = Pieces(self._body)
+        if buffer is not None:
+            self._memory: Views = (buffer.view(nbytes if placement is None else part),)
+            buffer.tenure = Tenure(lambda: self._received + self.filling.have, self.give_up)
+        elif placement is not None:
+            self._memory = placement.views or ()
+        self._pieces = Pieces(self._memory)
+        if placement is not None:
+            placement.begin(self.give_up)
 
     def piece(self, nbytes: int) -> _Filling:
         """Where the next piece goes."""
-        self._used += self.filling.have
-        given_up = self._into is None
-        self.filling = _Filling((self._wasted(nbytes),) if given_up else self._pieces.take(nbytes))
+        self._received += self.filling.have
+        if not self._memory:
+            views: Views = (self._wasted(nbytes),)
+        else:
+            if self._placement is not None:
+                self._pass_on(self._placement, unless=self._part - nbytes)
+            views = self._pieces.take(nbytes)
+            self._untaken += views
+        self.filling = _Filling(views)
         return self.filling
+
+    def _pass_on(self, placement: Placement, *, unless: int) -> None:
+        """Show the placement what it has not seen, unless that is little; a buffer is then filled from its front again."""
+        if sum(map(len, self._untaken)) <= unless:
+            return
+        placement.take(tuple(self._untaken))
+        self._untaken.clear()
+        if self._buffer is not None:
+            self._pieces = Pieces(self._memory)
 
     def give_up(self) -> None:
         """Let go of the memory; what is still to come is received and forgotten."""
-        into, self._into, self._body = self._into, None, ()
-        if into is not None:
+        if self._memory:
             self.filling.rest = [self._wasted(self.filling.size - self.filling.have)]
-        if isinstance(into, Buffer):
-            into.release()
+        self._memory, self._placement = (), None
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.release()
 
     def _wasted(self, nbytes: int) -> memoryview:
         if len(self._waste) < nbytes:
@@ -204,13 +248,17 @@ class _Arriving:
         return self._waste[:nbytes]
 
     def whole(self, chunk: Chunk) -> Inbound:
-        """What comes out: the chunk with its buffer, or, given up, without a body."""
-        into, self._into = self._into, None
-        whole = dataclasses.replace(chunk, body=self._body)
-        if isinstance(into, Buffer):
-            into.tenure = None
-            return Inbound(whole, into.release, into)
-        return Inbound(whole)
+        """What comes out: the chunk with its buffer, or with what has taken its body, or, given up, without either."""
+        placement = self._placement
+        if placement is not None:
+            self._pass_on(placement, unless=0)
+            self.give_up()
+        whole = dataclasses.replace(chunk, body=self._memory)
+        buffer, self._buffer, self._memory = self._buffer, None, ()
+        if buffer is None:
+            return Inbound(whole, placed=placement)
+        buffer.tenure = None
+        return Inbound(whole, buffer.release, buffer)
 
 
 class _Departing:
@@ -293,7 +341,7 @@ class StreamLink:
         self._intake = _Intake(stream)
         self._assembler = Assembler(limits)
         self._arriving: _Arriving | None = None
-        self._placer: Placer = _anywhere
+        self._placer: Placer = _nobody
         self._sent = 0
         self._waiting = False
 
@@ -313,7 +361,7 @@ class StreamLink:
         self._piece = min(self._piece, limits.frame)
 
     def place(self, placer: Placer) -> None:
-        """Receive bodies of chunks where they are to go; see :class:`~streamoff.runtime.link.Link`."""
+        """Give bodies of chunks, while they come, to who takes them; see :class:`~streamoff.runtime.link.Link`."""
         self._placer = placer
 
     # --- sending ----------------------------------------------------------------------------------
@@ -386,7 +434,8 @@ class StreamLink:
         if nbytes < MIB:
             return  # says more of the kernel's buffers than of the line
         affordable = nbytes * PIECE_SECONDS / max(seconds, 1e-6)
-        self._piece = int(min(max(affordable, SLOW_PIECE), self._frame))
+        pages = int(affordable) // PAGE_BYTES * PAGE_BYTES
+        self._piece = min(max(pages, SLOW_PIECE), self._frame)
         self._stream.marks.unsent(max(SLOW_PIECE, self._piece // 2))
 
     async def _put(self, views: list[memoryview]) -> None:
@@ -433,14 +482,15 @@ class StreamLink:
         if self._arriving is not None:
             raise LimitError("chunks at a time", expected="1", got="another one")
         nbytes = prefix.body_bytes + prefix.rest
-        into: Buffer | Placement | None = self._placer(outline)
-        if into is None:
+        placement, buffer = self._placer(outline), None
+        part = min(self._limits.link.frame, nbytes)
+        if placement is None or placement.views is None:
             self._waiting = True
             try:
-                into = await self._pool.borrow(nbytes)
+                buffer = await self._pool.borrow(nbytes if placement is None else part)
             finally:
                 self._waiting = False
-        self._arriving = _Arriving(prefix.channel, into, nbytes)
+        self._arriving = _Arriving(prefix.channel, nbytes, buffer, placement, part)
 
     def _whole(self, done: Frame | Abandoned) -> Inbound | None:
         """A finished frame, or a chunk that was given up at the other end; other abandoned bodies are nothing."""

@@ -68,7 +68,7 @@ class LinkLimits:
         UsageError: A value is outside the span that the protocol allows.
     """
 
-    frame: int = MIB
+    frame: int = 2 * MIB
     message: int = 16 * MIB
     chunk: int = 8 * MIB
     names: int = 32 * MIB
