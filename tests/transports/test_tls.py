@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from anyio.abc import ByteReceiveStream
 
 from streamoff.errors import (
     HandshakeError,
@@ -27,7 +28,14 @@ from streamoff.tensors.sources import StateDictSource
 from streamoff.transports import authority
 from streamoff.transports.sockets import HostPort, TcpTransport
 from streamoff.transports.stream import StreamLink
-from streamoff.transports.tls import Identity, TlsStream, addresses_of, secure
+from streamoff.transports.tls import (
+    BURST_BYTES,
+    RECORD_BYTES,
+    Identity,
+    TlsStream,
+    addresses_of,
+    secure,
+)
 from streamoff.types import MIB, Address, Ref, Slot
 from streamoff.wire.frames import Chunk, Ping, Pull
 
@@ -42,7 +50,7 @@ from .real import (  # noqa: F401 - a fixture among them
     settled,
     socket_pair,
 )
-from .test_stream import chunk, raw, ready
+from .test_stream import assert_equal, chunk, raw, ready
 
 pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("no_leaks")]
 
@@ -345,18 +353,75 @@ async def test_an_idle_link_wakes_up_at_once_when_bytes_are_decrypted_already(
         (await far.receive()).release()
 
 
-async def test_a_reader_and_a_writer_that_wait_for_the_same_thing_do_not_clash(
+async def test_what_lies_encrypted_in_memory_is_bounded(consortium: Consortium):
+    """Whatever a peer has sent and however slowly it reads, few records wait in memory, and every byte arrives."""
+    most = BURST_BYTES + 2 * RECORD_BYTES
+    sent = chunk(8 * MIB)
+    async with link_pair("tls", consortium, buffer=MIB) as (near, far):
+        streams = [near._stream, far._stream]
+        waiting: list[int] = []
+
+        async def watch() -> None:
+            while True:
+                for stream in streams:
+                    assert isinstance(stream, TlsStream)
+                    waiting.extend((stream._incoming.pending, stream._outgoing.pending))
+                    waiting.append(len(stream._unsent))
+                await anyio.sleep(0.001)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            group.start_soon(send, near, ready(sent))
+            await anyio.sleep(0.05)
+            inbound = await far.receive()
+            group.cancel_scope.cancel()
+        assert_equal(inbound.frame, sent)
+        inbound.release()
+    assert 0 < max(waiting) <= most
+
+
+async def test_a_peer_that_renews_its_keys_and_wants_ours_renewed_is_answered(
     consortium: Consortium,
 ):
-    """While keys are renewed a reader may have to write; if the writer waits for that already it waits its turn."""
-    async with link_pair("tls", consortium, buffer=8192) as (near, far):
-        stream = near._stream
-        assert isinstance(stream, TlsStream)
-        async with anyio.create_task_group() as group:
-            group.start_soon(send, near, ready(chunk(4 * MIB)))
-            await settled(lambda: near._sent > 0)
-            await anyio.sleep(0.02)
-            stream._read_waits_to_write = True
-            await stream.receivable()  # the writer waits for just that
-            (await far.receive()).release()
-            await stream.receivable()  # nobody waits, and there is room
+    """Bytes under new keys are read, the answer goes out although nothing else does, and what is sent after it is read."""
+    site = consortium.identity("site-1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        files = ("-cert", site.certificate, "-key", site.key, "-CAfile", site.authority)
+        command = ["openssl", "s_client", "-connect", f"127.0.0.1:{listener.getsockname()[1]}"]
+        async with await anyio.open_process([*command, "-tls1_3", *map(str, files)]) as client:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            assert client.stderr is not None
+            near = await anyio.to_thread.run_sync(lambda: listener.accept()[0])
+            stream, peer = await secure(near, consortium.identity("server"), server=True)
+            assert peer.addresses == (Address("site-1"),)
+            with anyio.fail_after(30):
+                await client.stdin.send(b"before\n")
+                assert await _read(stream, 7) == b"before\n"
+                await client.stdin.send(b"K\n")  # renew, and ask for the same
+                await _told(client.stderr, b"KEYUPDATE")
+                await client.stdin.send(b"after\n")
+                assert await _read(stream, 6) == b"after\n"
+                assert not stream._outgoing.pending
+                assert stream.send_nowait([memoryview(b"an answer\n")]) == 10
+                await _told(client.stdout, b"an answer\n")
+                await stream.aclose()
+                await client.stdin.aclose()
+                await client.wait()
+
+
+async def _read(stream: TlsStream, nbytes: int) -> bytes:
+    view = memoryview(bytearray(nbytes))
+    got = 0
+    while got < nbytes:
+        read = stream.receive_nowait([view[got:]])
+        got += read
+        if not read:
+            await stream.receivable()
+    return bytes(view)
+
+
+async def _told(output: ByteReceiveStream, what: bytes) -> None:
+    told = b""
+    while what not in told:
+        told += await output.receive()

@@ -1,4 +1,4 @@
-"""TLS for links: mutual, 1.3 only, on a non-blocking socket, and the identity in a certificate.
+"""TLS for links: mutual, 1.3 only, beside a non-blocking socket, and the identity in a certificate.
 
 An address is a URI among the certificate's alternative names: ``streamoff:site-1``. Session tickets are off
 and a missing close is never taken for an end: with Python's defaults the last few per cent of a stream can
@@ -47,8 +47,9 @@ KEY: Final = "key.pem"
 AUTHORITY: Final = "authority.pem"
 RECORD_BYTES: Final = 16 * 1024
 """A head is sent in one record with the first bytes behind it."""
-RETRY_SECONDS: Final = 0.01
-"""Pause of a reader that has to write, or the other way round, while the other half waits for just that."""
+BURST_BYTES: Final = 48 * 1024
+"""Three records: what is taken from the kernel, or encrypted for it, at a time. With a record more, it is what may lie
+encrypted in memory each way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,47 +169,18 @@ async def secure(
         UsageError: Our own files cannot be used any more. The socket is closed.
     """
     try:
-        sock.setblocking(False)
-        tls = identity.context(server=server).wrap_socket(
-            sock,
-            server_side=server,
-            do_handshake_on_connect=False,
-            suppress_ragged_eofs=False,
-        )
-    except BaseException as error:
-        shut(sock)
-        if isinstance(error, OSError):
-            raise lost(error) from error
-        raise
-    try:
-        await _shake_hands(tls)
-        whole = tls.getpeercert(binary_form=True)
-        assert whole is not None  # it is required
-        peer = Peer(addresses_of(tls.getpeercert()), hashlib.sha256(whole).digest())
-        return TlsStream(tls), peer
+        stream = TlsStream(sock, identity.context(server=server), server=server)
+        await stream.shake_hands()
+        return stream, stream.peer()
     except HandshakeError:
         with anyio.CancelScope(shield=True):
-            await linger(tls)  # the peer shall read why
+            await linger(sock)  # the peer shall read why
         raise
-    except BaseException:
-        shut(tls)
-        raise
-
-
-async def _shake_hands(tls: ssl.SSLSocket) -> None:
-    while True:
-        try:
-            tls.do_handshake()
-        except ssl.SSLWantReadError:
-            await wait_readable(tls)
-        except ssl.SSLWantWriteError:
-            await wait_writable(tls)
-        except ssl.SSLError as error:
-            raise HandshakeError(f"TLS refused ({_reason(error)})") from error
-        except OSError as error:
+    except BaseException as error:
+        shut(sock)
+        if isinstance(error, OSError) and not isinstance(error, StreamoffError):
             raise lost(error) from error
-        else:
-            return
+        raise
 
 
 def _reason(error: ssl.SSLError) -> str:
@@ -219,84 +191,135 @@ def _reason(error: ssl.SSLError) -> str:
 class TlsStream:
     """An encrypted stream socket; owned from here on. See :class:`~streamoff.transports.streams.ByteStream`.
 
-    A read can need the socket to be writable and a write to be readable (keys are renewed in between), so
-    either half remembers what it has to wait for.
+    Records pass through memory, at most :data:`BURST_BYTES` of them each way: so one call brings, or takes, several.
+    An ``SSLSocket`` asks the kernel twice for each record that comes and once for each that goes.
+
+    Args:
+        sock: Connected; made non-blocking.
+        context: Of this end.
+        server: Whether the other end dialled.
     """
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
+        sock.setblocking(False)
         self.marks = Watermarks(sock)
         self._sock = sock
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._unsent = memoryview(b"")
+        self._taken = 0
         self._closed = False
-        self._read_waits_to_write = False
-        self._write_waits_to_read = False
-        self._record = b""
+
+    async def shake_hands(self) -> None:
+        """Agree on keys and believe each other; the caller bounds the time.
+
+        Raises:
+            HandshakeError: The peer is not believed; it has been told why, if it takes that at once.
+            OSError, LinkLostError: It went away.
+        """
+        done = False
+        while not done:
+            try:
+                self._tls.do_handshake()
+                done = True
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                with suppress(OSError):
+                    self._flush()
+                raise HandshakeError(f"TLS refused ({_reason(error)})") from error
+            while not self._flush():
+                await wait_writable(self._sock)
+            while not done and not self._feed():
+                await wait_readable(self._sock)
+
+    def peer(self) -> Peer:
+        """Whom the peer's certificate names."""
+        whole = self._tls.getpeercert(binary_form=True)
+        assert whole is not None  # it is required
+        return Peer(addresses_of(self._tls.getpeercert()), hashlib.sha256(whole).digest())
 
     def receive_nowait(self, views: Sequence[memoryview]) -> int:
-        """See :class:`~streamoff.transports.streams.ByteStream`.
-
-        Whoever waits has been told 0 before: select(2) does not see bytes that are decrypted already.
-        """
+        """See :class:`~streamoff.transports.streams.ByteStream`."""
         self._check_open()
+        view, got, ended = views[0], 0, False
         try:
-            got = self._sock.recv_into(views[0])
-        except ssl.SSLWantReadError:
-            self._read_waits_to_write = False
-            return 0
-        except ssl.SSLWantWriteError:
-            self._read_waits_to_write = True
-            return 0
+            while got < len(view) and not ended:
+                try:
+                    record = int(self._tls.read(len(view) - got, view[got:]))
+                    ended = not record
+                    got += record
+                except ssl.SSLWantReadError:
+                    if not self._feed():
+                        break
         except OSError as error:
-            raise _lost(error) from error
-        if not got:
+            if not got:  # else it is met again
+                raise _lost(error) from error
+        if ended and not got:
             raise LinkLostError("the other end closed the link")
         return got
 
     async def receivable(self) -> None:
         """See :class:`~streamoff.transports.streams.ByteStream`."""
-        if self._read_waits_to_write:
-            await self._in_turn(writing=True)
-        else:
-            await wait_readable(self._sock)
+        await wait_readable(self._sock)
 
     def send_nowait(self, views: Sequence[memoryview]) -> int:
         """See :class:`~streamoff.transports.streams.ByteStream`.
 
-        Small views are joined to one record and large ones sent from where they lie, so bytes that were
-        refused once are offered again unchanged, as OpenSSL requires.
+        What is encrypted counts as sent when the kernel has all of it; until then the same bytes are offered again.
         """
         self._check_open()
-        large = len(views) == 1 or len(views[0]) >= RECORD_BYTES
-        if not large and not self._record:
-            self._record = _joined(views)
         try:
-            sent = self._sock.send(views[0] if large else self._record)
-        except ssl.SSLWantWriteError:
-            self._write_waits_to_read = False
-            return 0
-        except ssl.SSLWantReadError:
-            self._write_waits_to_read = True
-            return 0
+            if not self._taken:
+                self._taken = self._encrypt(views)
+            if not self._flush():
+                return 0
         except OSError as error:
             raise _lost(error) from error
-        self._record = b""
-        return sent
+        taken, self._taken = self._taken, 0
+        return taken
 
     async def sendable(self) -> None:
         """See :class:`~streamoff.transports.streams.ByteStream`."""
-        if self._write_waits_to_read:
-            await self._in_turn(writing=False)
-        else:
-            await wait_writable(self._sock)
+        await wait_writable(self._sock)
 
-    async def _in_turn(self, *, writing: bool) -> None:
-        """Wait for what the other half waits for as well, perhaps: then it does what is due."""
+    def _encrypt(self, views: Sequence[memoryview]) -> int:
+        """Encrypt from the front of the views: small ones joined to a record, a large one from where it lies."""
+        view = views[0]
+        if len(views) > 1 and len(view) < RECORD_BYTES:
+            return self._tls.write(_joined(views))
+        return self._tls.write(view[:BURST_BYTES])
+
+    def _flush(self) -> bool:
+        """Send what is encrypted; whether all of it has gone."""
+        while self._unsent or self._outgoing.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            try:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+            except (BlockingIOError, InterruptedError):
+                return False
+        return True
+
+    def _feed(self) -> bool:
+        """Take what the kernel has; whether there was something, if only the end.
+
+        What the peer has been answered with so far, when it asked for new keys, goes out first.
+        """
+        if self._outgoing.pending:
+            self._flush()
         try:
-            await (wait_writable if writing else wait_readable)(self._sock)
-        except anyio.BusyResourceError:
-            await anyio.sleep(RETRY_SECONDS)
+            records = self._sock.recv(BURST_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if records:
+            self._incoming.write(records)
+        else:
+            self._incoming.write_eof()
+        return True
 
     def _check_open(self) -> None:
-        """A closed TLS socket would read and write in the clear."""
         if self._closed:
             raise LinkLostError("the link was closed")
 
@@ -305,7 +328,9 @@ class TlsStream:
         if not self._closed:
             self._closed = True
             with suppress(OSError, ValueError):
-                self._sock.unwrap()  # says goodbye; does not wait for the answer
+                self._tls.unwrap()  # says goodbye; does not wait for the answer
+            with suppress(OSError):
+                self._flush()
             await linger(self._sock)
 
 
