@@ -18,6 +18,7 @@ SUITES: Final = {
     "relay": "through one relay, beside a slow stream, against a direct link",
     "fanout": "one source to eight receivers at once, against raw copies",
     "line": "control messages beside a model on a slow line, between network namespaces",
+    "lines": "many sites at once, each on a slow line of its own, between network namespaces",
     "drain": "giving up 64 downloads under way: abort, cancel, notice, SIGKILL, cut link, end of the job",
     "control": "what a transfer costs besides its bytes: 10,000 refs of 4 KiB",
     "sites": "1,000 sites of 1 MiB in one event loop",

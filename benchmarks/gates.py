@@ -45,6 +45,7 @@ GATES: Final[Mapping[str, Gate]] = {
     "source_growth_mib": Gate(at_most=16.0, at_any_size=True),
     "relay_growth_mib": Gate(at_most=16.0, at_any_size=True),
     "control_latency_seconds": Gate(at_most=0.2),
+    "lines_used": Gate(at_least=0.8),
     "overrun_seconds": Gate(at_most=0.25, at_any_size=True),
     "cancel_p99_ms": Gate(at_most=50.0),
     "notice_p99_ms": Gate(at_most=50.0),

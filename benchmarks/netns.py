@@ -5,13 +5,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final
 
-__all__ = ["cable", "hosts", "inside", "lack"]
+__all__ = ["cable", "congestion_controls", "hosts", "inside", "lack"]
 
 BURST: Final = "64kb"
 QUEUE: Final = "50ms"
 """What a cable holds before it drops."""
+_CONGESTION: Final = Path("/proc/sys/net/ipv4")
 
 
 def lack() -> str | None:
@@ -28,15 +30,28 @@ def lack() -> str | None:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
 
 
+def congestion_controls() -> list[str]:
+    """What TCP may use in a namespace of this machine to find out how fast a line is."""
+    return sorted((_CONGESTION / "tcp_allowed_congestion_control").read_text().split())
+
+
 @contextmanager
-def hosts(names: Sequence[str]) -> Iterator[list[str]]:
-    """Make a namespace for each name; yield what they are called, for :func:`inside`."""
+def hosts(names: Sequence[str], congestion: str | None = None) -> Iterator[list[str]]:
+    """Make a namespace for each name; yield what they are called, for :func:`inside`.
+
+    Args:
+        names: Unique on this machine together with the number of the process.
+        congestion: TCP's congestion control there; None: the kernel's default.
+    """
     with ExitStack() as stack:
         made = [f"{name}-{os.getpid()}" for name in names]
         for name in made:
             _run("ip", "netns", "add", name)
             stack.callback(_run, "ip", "netns", "delete", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            if congestion is not None:
+                setting = f"echo {congestion} > {_CONGESTION / 'tcp_congestion_control'}"
+                _run(*inside(name), "sh", "-c", setting)
         yield made
 
 

@@ -26,6 +26,7 @@ FIGURES = {
     "relay": {"relay_vs_direct", "relay_growth_mib"},
     "fanout": {"fanout_vs_raw", "source_growth_mib"},
     "line": {"control_latency_seconds"},
+    "lines": {"lines_used", "growth_mib"},
     "storage": {"write_mib_per_second_keep", "read_mib_per_second_drop"},
 }
 """Suite to what it must find."""
@@ -36,7 +37,7 @@ def test_a_quick_run_finds_every_figure(suite, monkeypatch):
     """Real processes, hosts and files give positive figures, a text and JSON, and leave nothing behind."""
     if not TMPFS.is_dir() or not filesystem(TMPFS).ram_backed:
         pytest.skip(f"{TMPFS} is no tmpfs")
-    if suite == "line" and (reason := lack()) is not None:
+    if suite in {"line", "lines"} and (reason := lack()) is not None:
         pytest.skip(reason)
     own = Path(tempfile.mkdtemp(dir=TMPFS))  # other suites run beside this one
     monkeypatch.setattr("tempfile.tempdir", str(own))  # the disk's spread is for people

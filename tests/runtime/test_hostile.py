@@ -20,12 +20,13 @@ from streamoff.errors import (
     StreamoffError,
     UnreachableError,
 )
+from streamoff.runtime.downloading import MIN_PULL_BYTES
 from streamoff.runtime.endpoint import BaseEndpoint
-from streamoff.runtime.link import Link, Placement
+from streamoff.runtime.link import Inbound, Link, Placement
 from streamoff.runtime.publishing import MAX_PULLS
 from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryNetwork
-from streamoff.types import MIB, Address, OutcomeStatus, Ref, Slot
+from streamoff.types import MIB, Address, ByteRange, OutcomeStatus, Ref, Slot
 from streamoff.wire.frames import (
     Ack,
     AckOf,
@@ -483,6 +484,39 @@ async def test_what_was_not_asked_for_is_dropped():
         assert attempt.state is not None
         assert bytes(attempt.state.tensor("w").numpy().data) == whole[-9000:]
         assert w.server.statistics().links == 1
+
+
+async def test_as_much_is_asked_for_at_once_as_comes_in_a_quarter_of_a_second():
+    """A buffer waits for a chunk that comes slowly, so less is asked for at once; and more again when the line is fast."""
+    whole = payload(24 * MIB)
+    async with world(sites=0) as w, puppet(w.network) as site:
+
+        async def act(source: Source) -> None:
+            await source.answer()
+            transfer = w.server.downloads.of(source.stream, Address("site-1"))
+            assert transfer is not None
+
+            async def bring(seconds: float) -> int:
+                pull = await site.next(Pull)
+                body = (memoryview(whole)[pull.start : pull.stop],)
+                digest = chunk_digest(body, pull.start)
+                facts: dict[str, Any] = {"stream": source.stream, "digest": digest, "body": body}
+                chunk = Chunk(**site.route(), **facts, start=pull.start, stop=pull.stop)
+                transfer.on_chunk(Inbound(chunk, seconds=seconds))
+                while not transfer.record.landed.covers(ByteRange(pull.start, pull.stop)):
+                    await anyio.lowlevel.checkpoint()  # a thread lands it
+                return pull.stop - pull.start
+
+            assert await bring(1.0) == 4 * MIB  # so a quarter of it comes in time
+            assert await bring(0.0) == MIB  # quick: twice as much
+            assert [await bring(0.25) for _ in range(7)] == [MIB] * 7  # seven were asked for before
+            assert await bring(100.0) == 2 * MIB
+            assert [await bring(0.25) for _ in range(7)] == [MIB] * 7
+            assert await bring(0.25) == MIN_PULL_BYTES
+            await source.fail(ErrorCode.SOURCE_FAILED)
+
+        attempt = await attempted(w, site, whole, act)
+        assert isinstance(attempt.error, SourceFailedError)
 
 
 async def test_memory_is_lent_for_what_was_asked_and_until_it_is_asked_again():

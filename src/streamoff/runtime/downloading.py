@@ -76,6 +76,11 @@ INLINE_BYTES: Final = 64 * 1024
 """A payload for memory up to this size is landed on the event loop: a thread hop would take longer."""
 RELAYED_BYTES: Final = CHUNK_BYTES // 2
 """What is pulled at once from a source behind others, where several chunks wait on the way."""
+FIRST_BYTES: Final = CHUNK_BYTES // 4
+"""What is pulled at once before it is known how fast a line is."""
+CHUNK_SECONDS: Final = 0.25
+"""What a chunk may take to come: its buffer waits for it, and others for the buffer. A pool of 32 MiB is then enough
+for 128 MiB/s over any number of lines."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
 
@@ -158,6 +163,7 @@ class Transfer:
         wire: The endpoint's half: queues frames and knows stream ids.
         job: Whose it is, for errors and the log.
         chunk: Bytes of the largest chunk that the link carries.
+        by_reference: Whether it brings chunks without memory of this end waiting for them.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class Transfer:
         timers: Timers,
         wire: Wire,
         chunk: int = CHUNK_BYTES,
+        by_reference: bool = True,
         job: str | None = None,
     ) -> None:
         self.ref = ref
@@ -197,6 +204,8 @@ class Transfer:
         self._first = 0
         self._most = min(CHUNK_BYTES if theirs is not None else RELAYED_BYTES, chunk)
         self._pull_bytes = self._most
+        if not by_reference:
+            self._pull_bytes = _power(min(resources.share, FIRST_BYTES), self._least, self._most)
         self._arrived = 0.0
         self._header: bytearray | None = None
         self._header_digest = b""
@@ -348,12 +357,12 @@ class Transfer:
         del self._asked[chunk.start]
         if arrival is not None and arrival.placement is inbound.placed:
             self._arriving = None
-            self._adapt()
+            self._adapt(inbound)
             self._count(chunk, arrival)
         elif not chunk.body:
             self._ask_for_less(inbound)
         else:
-            self._adapt()
+            self._adapt(inbound)
             self._inbox.append(inbound)
             self._wake.notify()
 
@@ -380,15 +389,17 @@ class Transfer:
         if self.record.state is DownloadState.STREAMING:
             self._pull()
 
-    def _adapt(self) -> None:
-        """Ask for less at once where a chunk takes a good part of the stall budget, for more where not."""
+    def _adapt(self, inbound: Inbound) -> None:
+        """Ask at once for what comes in :data:`CHUNK_SECONDS`, and for less where chunks take a good part of the stall budget."""
         now = self._now()
         took, self._arrived = now - self._arrived, now
         stall = self.record.budgets.stall
         if took > stall / 4:
             self._pull_bytes = max(self._least, self._pull_bytes // 2)
-        elif took < stall / 16:
-            self._pull_bytes = min(self._most, 2 * self._pull_bytes)
+            return
+        most = 2 * self._pull_bytes if took < stall / 16 else self._pull_bytes
+        in_time = _range_of(inbound).nbytes * CHUNK_SECONDS / max(inbound.seconds, 1e-6)
+        self._pull_bytes = _power(min(int(in_time), most), self._least, self._most)
 
     @property
     def _least(self) -> int:
@@ -482,7 +493,9 @@ class Transfer:
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
         here = self.record.landed or self._inbox or self._landing_now is not None
-        self._first = 0 if here or names is not None else min(self.ref.size, self._pull_bytes)
+        whole = self.ref.size <= min(2 * self._pull_bytes, self._most)
+        first = self.ref.size if whole else self._pull_bytes
+        self._first = 0 if here or names is not None else first
         self._wire.send(
             Open(
                 to=self.ref.source,
@@ -831,6 +844,11 @@ class _Lack:
 
 _LANDING: Final = frozenset({DownloadState.OPENING, DownloadState.STREAMING, DownloadState.BACKOFF})
 """While bytes that were asked for are still wanted."""
+
+
+def _power(nbytes: int, least: int, most: int) -> int:
+    """The next power of two below, within bounds: pulls of one size fit together, and into buffers."""
+    return min(max(1 << (max(nbytes, 1).bit_length() - 1), least), most)
 
 
 def _range_of(inbound: Inbound) -> ByteRange:

@@ -128,6 +128,7 @@ class Downloads:
             timers=self._timers,
             wire=self.wire,
             chunk=way.accepted.limits.chunk,
+            by_reference=way.link.by_reference,
             job=job,
         )
 

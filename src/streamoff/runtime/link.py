@@ -113,12 +113,14 @@ class Inbound:
         release: Gives the memory back.
         lent: The pool's buffer behind it, if that is what it is.
         placed: What has taken the body.
+        seconds: How long its body took to come, and kept its memory waiting.
     """
 
     frame: Frame
     release: Callable[[], None] = _nothing
     lent: Buffer | None = None
     placed: Placement | None = None
+    seconds: float = 0.0
 
 
 Placer = Callable[[Chunk], Placement | None]
@@ -155,6 +157,11 @@ class Link(Protocol):
     @property
     def held_up(self) -> bool:
         """Whether :meth:`receive` waits for this end (a buffer, a disk) and not for the peer."""
+        ...
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether bodies are handed over by reference: then no memory waits for what comes over a line."""
         ...
 
     @property

@@ -15,6 +15,7 @@ from streamoff.runtime.pool import BufferPool
 __all__ = [
     "LANDING_THREADS",
     "MAX_WINDOW",
+    "MIN_WINDOW",
     "READING_THREADS",
     "ROOT_THREADS",
     "ResourceStatistics",
@@ -24,6 +25,7 @@ __all__ = [
 LANDING_THREADS: Final = 4
 READING_THREADS: Final = 2
 ROOT_THREADS: Final = 4
+MIN_WINDOW: Final = 2
 MAX_WINDOW: Final = 8
 """Chunks that one download may have asked for and not landed."""
 
@@ -78,9 +80,16 @@ class Resources:
 
     @property
     def window(self) -> int:
-        """Chunks one download may have under way: its share of the pool, at least 1, at most 8."""
-        share = self.pool.count // max(1, self.active)
-        return max(1, min(MAX_WINDOW, share))
+        """Chunks one download may have under way: its share of the pool, at least 2, at most 8.
+
+        Of two, the second is asked for before the first is here: a line is never idle for a round trip.
+        """
+        return max(MIN_WINDOW, min(MAX_WINDOW, self.pool.count // max(1, self.active)))
+
+    @property
+    def share(self) -> int:
+        """Bytes of the pool that one more download would have if all had the same."""
+        return self.pool.capacity // (self.active + 1)
 
     def statistics(self) -> ResourceStatistics:
         """A snapshot."""

@@ -229,6 +229,11 @@ class MemoryLink:
         return self._into.rendering
 
     @property
+    def by_reference(self) -> bool:
+        """See :class:`streamoff.runtime.link.Link`."""
+        return True
+
+    @property
     def received(self) -> int:
         """Nothing arrives in parts here: pings overtake every piece of a chunk."""
         return 0

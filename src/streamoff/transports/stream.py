@@ -179,6 +179,7 @@ class _Arriving:
         "_pieces",
         "_placement",
         "_received",
+        "_since",
         "_untaken",
         "_waste",
         "channel",
@@ -200,6 +201,7 @@ class _Arriving:
         self._placement = placement
         self._part = part
         self._received = 0
+        self._since = anyio.current_time()
         self._untaken: list[memoryview] = []
         self._waste = memoryview(b"")
         if buffer is not None:
@@ -255,10 +257,11 @@ class _Arriving:
             self.give_up()
         whole = dataclasses.replace(chunk, body=self._memory)
         buffer, self._buffer, self._memory = self._buffer, None, ()
+        seconds = anyio.current_time() - self._since
         if buffer is None:
-            return Inbound(whole, placed=placement)
+            return Inbound(whole, placed=placement, seconds=seconds)
         buffer.tenure = None
-        return Inbound(whole, buffer.release, buffer)
+        return Inbound(whole, buffer.release, buffer, seconds=seconds)
 
 
 class _Departing:
@@ -349,6 +352,11 @@ class StreamLink:
     def held_up(self) -> bool:
         """Whether reading waits for a buffer of ours."""
         return self._waiting
+
+    @property
+    def by_reference(self) -> bool:
+        """See :class:`~streamoff.runtime.link.Link`."""
+        return False
 
     @property
     def received(self) -> int:
