@@ -20,9 +20,9 @@ from streamoff.errors import (
     StreamoffError,
     UnreachableError,
 )
-from streamoff.runtime.downloading import MIN_PULL_BYTES
 from streamoff.runtime.endpoint import BaseEndpoint
 from streamoff.runtime.link import Inbound, Link, Placement
+from streamoff.runtime.pace import MIN_PULL_BYTES
 from streamoff.runtime.publishing import MAX_PULLS
 from streamoff.tensors.digests import chunk_digest
 from streamoff.transports.memory import MemoryNetwork

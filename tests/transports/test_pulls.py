@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from streamoff.runtime.downloading import FIRST_BYTES
+from streamoff.runtime.pace import FIRST_BYTES
 from streamoff.runtime.resources import MAX_WINDOW, MIN_WINDOW, Resources
 from streamoff.tensors.sources import StateDictSource
 from streamoff.types import CHUNK_BYTES, MIB, Slot

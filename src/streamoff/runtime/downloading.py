@@ -1,8 +1,8 @@
 """The receiver's shell: one transfer, from the first open to the confirmation.
 
 A transfer is a machine record, a landing and one task. Frames, timers and link changes step the record at
-once; what blocks (checking a header, landing a chunk, finishing) happens in the task, one thread hop per
-chunk, and small payloads in one hop in all.
+once; what blocks (checking a header, landing a chunk on a disk, finishing) happens in the task, one thread hop
+per chunk, and small payloads in one hop in all. Where nothing blocks, a chunk is landed while it comes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from streamoff.machines import download as m
 from streamoff.machines.download import DOWNLOAD, Download, DownloadState
 from streamoff.machines.story import Story
 from streamoff.runtime.link import Inbound, Placement
+from streamoff.runtime.pace import FIRST_BYTES, RELAYED_BYTES, Pace
 from streamoff.runtime.resources import Resources
 from streamoff.runtime.signal import Signal
 from streamoff.runtime.space import SpaceQueue, Turn
@@ -61,26 +62,17 @@ from streamoff.wire.frames import (
 )
 from streamoff.wire.limits import DEFAULT_LIMITS, clip
 
-__all__ = ["MIN_PULL_BYTES", "Progress", "Terms", "Transfer"]
+__all__ = ["Progress", "Terms", "Transfer"]
 
 logger = logging.getLogger("streamoff.downloading")
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-MIN_PULL_BYTES: Final = 64 * 1024
-"""What is pulled at once on the slowest line; a line that does not bring it within ``stall`` is no line."""
 PROBE_SECONDS: Final = 1.0
 """How often an endpoint behind a relay is asked for again while the relay cannot reach it."""
 INLINE_BYTES: Final = 64 * 1024
 """A payload for memory up to this size is landed on the event loop: a thread hop would take longer."""
-RELAYED_BYTES: Final = CHUNK_BYTES // 2
-"""What is pulled at once from a source behind others, where several chunks wait on the way."""
-FIRST_BYTES: Final = CHUNK_BYTES // 4
-"""What is pulled at once before it is known how fast a line is."""
-CHUNK_SECONDS: Final = 0.25
-"""What a chunk may take to come: its buffer waits for it, and others for the buffer. A pool of 32 MiB is then enough
-for 128 MiB/s over any number of lines."""
 GAP_BYTES: Final = 64 * 1024
 """Unwanted bytes that are pulled along rather than asking twice."""
 
@@ -202,11 +194,9 @@ class Transfer:
         self._inbox: deque[Inbound] = deque()
         self._asked: dict[int, int] = {}
         self._first = 0
-        self._most = min(CHUNK_BYTES if theirs is not None else RELAYED_BYTES, chunk)
-        self._pull_bytes = self._most
-        if not by_reference:
-            self._pull_bytes = _power(min(resources.share, FIRST_BYTES), self._least, self._most)
-        self._arrived = 0.0
+        most = min(CHUNK_BYTES if theirs is not None else RELAYED_BYTES, chunk)
+        first = most if by_reference else min(resources.share, FIRST_BYTES)
+        self._pace = Pace(most=most, first=first, stall=terms.budgets.stall)
         self._header: bytearray | None = None
         self._header_digest = b""
         self._accepted: Layout | None = None
@@ -312,7 +302,8 @@ class Transfer:
         self._header_digest = frame.header_digest
         self._unreachable_since = None
         if frame.first:
-            self._asked[0], self._arrived = frame.first, now
+            self._asked[0] = frame.first
+            self._pace.begin(now)
         header = ByteRange(0, frame.header_bytes)
         self._step(m.Accepted(now, frame.nonce, header, frame.capabilities))
 
@@ -357,12 +348,12 @@ class Transfer:
         del self._asked[chunk.start]
         if arrival is not None and arrival.placement is inbound.placed:
             self._arriving = None
-            self._adapt(inbound)
+            self._pace.came(self._now(), chunk.stop - chunk.start, inbound.seconds)
             self._count(chunk, arrival)
         elif not chunk.body:
             self._ask_for_less(inbound)
         else:
-            self._adapt(inbound)
+            self._pace.came(self._now(), chunk.stop - chunk.start, inbound.seconds)
             self._inbox.append(inbound)
             self._wake.notify()
 
@@ -385,25 +376,9 @@ class Transfer:
     def _ask_for_less(self, inbound: Inbound) -> None:
         """The chunk took so long that its memory went to others: smaller ones are quicker."""
         inbound.release()
-        self._pull_bytes = max(self._least, self._pull_bytes // 4)
+        self._pace.slow_down()
         if self.record.state is DownloadState.STREAMING:
             self._pull()
-
-    def _adapt(self, inbound: Inbound) -> None:
-        """Ask at once for what comes in :data:`CHUNK_SECONDS`, and for less where chunks take a good part of the stall budget."""
-        now = self._now()
-        took, self._arrived = now - self._arrived, now
-        stall = self.record.budgets.stall
-        if took > stall / 4:
-            self._pull_bytes = max(self._least, self._pull_bytes // 2)
-            return
-        most = 2 * self._pull_bytes if took < stall / 16 else self._pull_bytes
-        in_time = _range_of(inbound).nbytes * CHUNK_SECONDS / max(inbound.seconds, 1e-6)
-        self._pull_bytes = _power(min(int(in_time), most), self._least, self._most)
-
-    @property
-    def _least(self) -> int:
-        return min(MIN_PULL_BYTES, self._most)
 
     def on_error(self, frame: Error) -> None:
         """The source refuses."""
@@ -493,8 +468,8 @@ class Transfer:
         self.stream = self._wire.new_stream(self)
         names = None if self.terms.names is None else tuple(self.terms.names)
         here = self.record.landed or self._inbox or self._landing_now is not None
-        whole = self.ref.size <= min(2 * self._pull_bytes, self._most)
-        first = self.ref.size if whole else self._pull_bytes
+        whole = self.ref.size <= min(2 * self._pace.nbytes, self._pace.most)
+        first = self.ref.size if whole else self._pace.nbytes
         self._first = 0 if here or names is not None else first
         self._wire.send(
             Open(
@@ -532,7 +507,7 @@ class Transfer:
         """Ask for missing ranges up to the window; bytes asked for cost nothing until they come."""
         window = self._resources.window
         if not self._asked:
-            self._arrived = self._now()
+            self._pace.begin(self._now())
         if self._asked.get(0) == self.ref.size:
             return  # all of it comes with the answer to the open
         for start, stop in self._ranges():
@@ -553,7 +528,7 @@ class Transfer:
         """Ranges to ask for next: missing, not asked for, cut to the pull size on a fixed grid."""
         missing = self.record.missing
         if self._layout is None and self.terms.names is None and missing and not self.record.landed:
-            missing = missing.add(ByteRange(0, min(self.ref.size, self._pull_bytes)))
+            missing = missing.add(ByteRange(0, min(self.ref.size, self._pace.nbytes)))
         under_way = RangeSet.of(
             [
                 *(ByteRange(start, stop) for start, stop in self._asked.items()),
@@ -564,7 +539,7 @@ class Transfer:
         for item in _join(under_way.missing(missing), under_way):
             start = item.start
             while start < item.stop:
-                edge = (start // self._pull_bytes + 1) * self._pull_bytes
+                edge = (start // self._pace.nbytes + 1) * self._pace.nbytes
                 yield start, min(edge, item.stop)
                 start = edge
 
@@ -573,7 +548,7 @@ class Transfer:
         if isinstance(event, (m.Stalled, m.Exhausted)):
             event = self._explained(event)
         if isinstance(event, m.Stalled):
-            self._pull_bytes = max(self._least, self._pull_bytes // 4)
+            self._pace.slow_down()
         if event is None:
             self._timer.at(m.next_tick(self.record))
         else:
@@ -844,11 +819,6 @@ class _Lack:
 
 _LANDING: Final = frozenset({DownloadState.OPENING, DownloadState.STREAMING, DownloadState.BACKOFF})
 """While bytes that were asked for are still wanted."""
-
-
-def _power(nbytes: int, least: int, most: int) -> int:
-    """The next power of two below, within bounds: pulls of one size fit together, and into buffers."""
-    return min(max(1 << (max(nbytes, 1).bit_length() - 1), least), most)
 
 
 def _range_of(inbound: Inbound) -> ByteRange:
