@@ -135,6 +135,7 @@ def measure_shapes(title: str, shapes: str, quick: bool, peer_python: str | None
                     found[key] = _against(both, theirs, mode, 1 if quick else PEER_PAIRS)
                     labels[key] = f"{LABELS[mode]}, {theirs.name}"
                     figures[f"{mode}_vs_peer"] = statistics.median(ratios(found[key]))
+                    figures[f"{mode}_raw_vs_peer"] = _faster(found[mode], found[key])
     notes = [] if peer_python is not None else [NO_PEER]
     base = Path(tempfile.gettempdir())
     kind, lack = filesystem(base).kind, _lack(base, nbytes)
@@ -171,6 +172,12 @@ def _figures(found: Mapping[str, Mapping[str, Series]]) -> dict[str, float]:
 def _against(ours: Pair, theirs: Peer, mode: str, pairs: int) -> dict[str, Series]:
     ways = {"ours": partial(ours.ours, mode), "theirs": partial(theirs.transfer, mode)}
     return in_turns(pairs, ours.size, ways)
+
+
+def _faster(raw: Mapping[str, Series], peer: Mapping[str, Series]) -> float:
+    """How many times as fast as the other program a raw copy is: more than that is out of reach for any copy."""
+    speed, theirs = (statistics.median(one["theirs"].throughput) for one in (raw, peer))
+    return speed / theirs
 
 
 def _lack(base: Path, nbytes: int) -> str | None:

@@ -9,6 +9,7 @@ import hypothesis  # noqa: F401 - it looks for referrers while it loads, which f
 import pytest
 import torch  # noqa: F401 - its tens of thousands of objects are what is frozen
 
+from ..disks import tmpfs
 from .real import KINDS, Consortium, Net
 
 gc.collect()
@@ -20,6 +21,16 @@ def short_path() -> Iterator[Path]:
     """A directory whose path is short enough for a unix socket."""
     with tempfile.TemporaryDirectory(prefix="so") as path:
         yield Path(path)
+
+
+@pytest.fixture(params=["on a disk", "in memory"])
+def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Where jobs land: on the machine's disk, or on a file system in RAM, where chunks land while they come."""
+    if request.param == "on a disk":
+        yield tmp_path
+    else:
+        with tmpfs(tmp_path / "ram", "size=600m") as mount:
+            yield mount
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,10 @@ async def idle(*endpoints: BaseEndpoint) -> None:
 # --- transfers ----------------------------------------------------------------------------------
 
 
-async def test_a_payload_is_the_same_at_the_other_end(net: Net, tmp_path):
+async def test_a_payload_is_the_same_at_the_other_end(net: Net, scratch):
     """To disk and to memory, both ways over one link, from memory and from a computed source, bit for bit."""
     tensors = state_dict(11)
-    async with connected(net) as (server, site), open_job("job", server, scratch=tmp_path) as job:
+    async with connected(net) as (server, site), open_job("job", server, scratch=scratch) as job:
         tx, ref = offer(site, StateDictSource(tensors))
         assert_same(await job.download(ref, disk(job)), tensors)
         assert (await tx.wait()).status is OutcomeStatus.COMPLETED
@@ -283,11 +283,11 @@ async def cabled(net: Net) -> AsyncIterator[tuple[BaseEndpoint, BaseEndpoint, Ca
             yield server, site, line
 
 
-async def test_a_cut_cable_costs_what_was_under_way(net: Net, tmp_path):
+async def test_a_cut_cable_costs_what_was_under_way(net: Net, scratch):
     """Cut in the middle and mended, a download resumes by itself, and no landed range travels twice."""
     async with (
         cabled(net) as (server, site, line),
-        open_job("job", server, scratch=tmp_path) as job,
+        open_job("job", server, scratch=scratch) as job,
     ):
         nbytes = 64 * MIB
         tx, ref = offer(site, ComputedSource(nbytes))
@@ -371,10 +371,10 @@ async def test_a_cancelled_transfer_leaves_the_link_in_order(net: Net):
         await idle(server, site)
 
 
-async def test_a_peer_that_goes_away_in_the_middle_leaves_no_file(net: Net, tmp_path):
+async def test_a_peer_that_goes_away_in_the_middle_leaves_no_file(net: Net, scratch):
     """A source that closes early ends the download with a typed error; nothing appears under a final name."""
     async with BaseEndpoint("server", transports=[net.server("server")]) as server:
-        async with open_job("job", server, scratch=tmp_path) as job:
+        async with open_job("job", server, scratch=scratch) as job:
             attempt = Attempt()
             async with anyio.create_task_group() as group:
                 transport = net.client("site-1")
@@ -388,8 +388,8 @@ async def test_a_peer_that_goes_away_in_the_middle_leaves_no_file(net: Net, tmp_
                     await half.wait()
                 await attempt.over.wait()
             assert isinstance(attempt.error, TransferError)
-            assert not [name for name in files(tmp_path) if name.endswith(".safetensors")]
-        assert files(tmp_path) == []
+            assert not [name for name in files(scratch) if name.endswith(".safetensors")]
+        assert files(scratch) == []
 
 
 # --- places -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from anyio.abc import ByteReceiveStream
 
 from streamoff.errors import (
     HandshakeError,
+    LimitError,
     LinkLostError,
     PeerRefusedError,
     StreamoffError,
@@ -29,6 +30,7 @@ from streamoff.transports import authority
 from streamoff.transports.sockets import HostPort, TcpTransport
 from streamoff.transports.stream import StreamLink
 from streamoff.transports.tls import (
+    ANSWER_BYTES,
     BURST_BYTES,
     RECORD_BYTES,
     Identity,
@@ -408,6 +410,23 @@ async def test_a_peer_that_renews_its_keys_and_wants_ours_renewed_is_answered(
                 await stream.aclose()
                 await client.stdin.aclose()
                 await client.wait()
+
+
+async def test_answers_that_are_not_read_are_bounded(consortium: Consortium):
+    """A peer that asks for new keys for ever, and reads no answer, ends the link with a typed error."""
+    async with link_pair("tls", consortium, buffer=16 * 1024) as (near, _):
+        stream = near._stream
+        assert isinstance(stream, TlsStream)
+        view = memoryview(bytes(MIB))
+        while stream.send_nowait([view]):
+            pass  # until the kernel takes no more
+        for _ in range(
+            3
+        ):  # no client at hand asks without reading, so its answers are put there by hand
+            assert stream.receive_nowait([memoryview(bytearray(1))]) == 0
+            stream._outgoing.write(bytes(ANSWER_BYTES // 3 + 1))
+        with pytest.raises(LimitError, match="answers not read"):
+            stream.receive_nowait([memoryview(bytearray(1))])
 
 
 async def _read(stream: TlsStream, nbytes: int) -> bytes:

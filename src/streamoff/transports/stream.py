@@ -174,7 +174,6 @@ class _Arriving:
     __slots__ = (
         "_buffer",
         "_memory",
-        "_nbytes",
         "_part",
         "_pieces",
         "_placement",
@@ -196,7 +195,6 @@ class _Arriving:
     ) -> None:
         self.channel = channel
         self.filling = _Filling(())
-        self._nbytes = nbytes
         self._buffer = buffer
         self._placement = placement
         self._part = part
@@ -240,6 +238,7 @@ class _Arriving:
         if self._memory:
             self.filling.rest = [self._wasted(self.filling.size - self.filling.have)]
         self._memory, self._placement = (), None
+        self._untaken.clear()
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.release()

@@ -18,7 +18,13 @@ from typing import Final
 
 import anyio
 
-from streamoff.errors import HandshakeError, LinkLostError, StreamoffError, UsageError
+from streamoff.errors import (
+    HandshakeError,
+    LimitError,
+    LinkLostError,
+    StreamoffError,
+    UsageError,
+)
 from streamoff.transports.streams import (
     Watermarks,
     linger,
@@ -50,6 +56,8 @@ RECORD_BYTES: Final = 16 * 1024
 BURST_BYTES: Final = 48 * 1024
 """Three records: what is taken from the kernel, or encrypted for it, at a time. With a record more, it is what may lie
 encrypted in memory each way."""
+ANSWER_BYTES: Final = 2 * BURST_BYTES
+"""What may wait for a peer that asks for new keys; what is encrypted for it otherwise included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +314,17 @@ class TlsStream:
         """Take what the kernel has; whether there was something, if only the end.
 
         What the peer has been answered with so far, when it asked for new keys, goes out first.
+
+        Raises:
+            LimitError: It asks on and on, and takes no answer.
+            OSError: The socket is of no use any more.
         """
-        if self._outgoing.pending:
-            self._flush()
+        if self._outgoing.pending and not self._flush() and self._outgoing.pending > ANSWER_BYTES:
+            raise LimitError(
+                "new keys are asked for, and the answers not read",
+                expected=f"at most {ANSWER_BYTES} bytes waiting",
+                got=self._outgoing.pending,
+            )
         try:
             records = self._sock.recv(BURST_BYTES)
         except (BlockingIOError, InterruptedError):
