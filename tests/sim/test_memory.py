@@ -1,5 +1,6 @@
 """What a simulation costs."""
 
+import mmap
 import subprocess
 import sys
 import textwrap
@@ -15,22 +16,27 @@ from streamoff.sim.memory import MemorySampler, ScratchSampler, resident_bytes
 MIB = 1024 * 1024
 
 
+def _fresh(nbytes: int) -> mmap.mmap:
+    """Memory from the kernel: an allocator may have some left of what earlier tests have freed."""
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[:: mmap.PAGESIZE] = b"x" * (nbytes // mmap.PAGESIZE)
+    return block
+
+
 def test_resident_memory_is_that_of_the_process_alone() -> None:
     """Linux reports anonymous memory, and it is what an allocation adds to."""
     field, before = resident_bytes()
     assert field == "RssAnon"
-    block = bytearray(b"x") * (32 * MIB)
-    assert resident_bytes()[1] - before > 30 * MIB
-    del block
+    with _fresh(32 * MIB):
+        assert resident_bytes()[1] - before > 30 * MIB
 
 
 def test_a_peak_between_two_looks_at_the_statistics_is_seen() -> None:
     """The thread samples while the program works: a peak that is gone again is in the statistics."""
     with MemorySampler(interval=0.001) as sampler:
         before = sampler.statistics()
-        block = bytearray(b"x") * (64 * MIB)
-        _until(lambda: sampler.statistics().peak_delta_bytes > 60 * MIB)
-        del block
+        with _fresh(64 * MIB):
+            _until(lambda: sampler.statistics().peak_delta_bytes > 60 * MIB)
     after = sampler.statistics()
     assert after.baseline_bytes == before.baseline_bytes > 0
     assert after.peak_delta_bytes > 60 * MIB
