@@ -126,7 +126,7 @@ def corrupting() -> Iterator[int]:
 
 
 SHELL: dict[str, tuple[tuple[Any, str, Any], Iterable[int]]] = {
-    "a damaged chunk is landed": ((landing._Landing, "_checked", no_check), corrupting()),
+    "a damaged chunk is landed": ((landing._Landing, "_checked", no_check), tuple(corrupting())),
     "a source is not closed": (
         (Publisher, "_release", staticmethod(forget_source)),
         range(120),
