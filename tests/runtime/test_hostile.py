@@ -538,6 +538,11 @@ async def test_memory_is_lent_for_what_was_asked_and_until_it_is_asked_again():
             await source.chunk(first.start, whole[first.start : first.stop])
             pull = await site.next(Pull)
             assert lend(source, pull.start, pull.stop - 1) is None
+            transfer = w.server.downloads.of(source.stream, Address("site-1"))
+            assert transfer is not None
+            transfer._asked[pull.start - 10] = pull.stop
+            assert lend(source, pull.start - 10, pull.stop) is None  # ten bytes of it count already
+            del transfer._asked[pull.start - 10]
             placement = lend(source, pull.start, pull.stop)
             assert placement is not None
             assert placement.views is not None

@@ -320,7 +320,12 @@ class Transfer:
         return None
 
     def place(self, chunk: Chunk) -> Placement | None:
-        """What takes the body of a chunk while it comes: the landing, if it can and the chunk was asked for."""
+        """What takes the body of a chunk while it comes: the landing, if it can and the chunk was asked for.
+
+        A chunk that bridges what has landed is verified first: nothing is written over bytes that count.
+        """
+        if any(one.start < chunk.stop and chunk.start < one.stop for one in self.record.landed):
+            return None
         asked = self.record.state in _LANDING and self._asked.get(chunk.start) == chunk.stop
         if not asked or self._layout is None or self._landing is None:
             return None

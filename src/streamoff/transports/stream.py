@@ -1,7 +1,8 @@
 """A link over a byte stream: frames on a non-blocking socket, without a copy of a chunk in user space.
 
-The syscall comes first and the wait only when it would block. A chunk is received where its receiver wants it in
-memory, else into a buffer of the pool, and the same call brings the prefix of the next frame along. A chunk is sent
+The syscall comes first and the wait only when it would block. A chunk is taken by its receiver while it comes, in
+memory of its own or from a small buffer, or else received whole into a buffer of the pool; and the same call brings the
+prefix of the next frame along. A chunk is sent
 from where it lies, piece by piece, and control frames overtake it in between, in their own order: so pieces are as
 large as the line is fast, and a large piece tells the other end that it need not wake for a few bytes. A frame that
 was begun is finished or the link is lost; a chunk that was begun may be abandoned between two frames.
